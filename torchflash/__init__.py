@@ -1,4 +1,25 @@
-"""A torch.compile backend that turns attention written by hand into one fused FlashAttention op."""
+"""A torch.compile backend that turns attention written by hand into one fused FlashAttention op.
 
-__all__ = ["__version__"]
+    torch.compile(model, backend="torchflash")
+
+needs no import. Here is what tells about it: `explain`, `rewrite`, and the `Options` and `Report` they take and give.
+Importing this package touches no device and does not need Triton.
+"""
+
 __version__ = "0.1.0"
+
+from torchflash.explaining import explain, rewrite
+from torchflash.options import Options
+from torchflash.report import SKIP_CODES, Report, Rewritten, Skipped, SkippedError
+
+__all__ = [
+    "SKIP_CODES",
+    "Options",
+    "Report",
+    "Rewritten",
+    "Skipped",
+    "SkippedError",
+    "__version__",
+    "explain",
+    "rewrite",
+]

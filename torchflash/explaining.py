@@ -1,0 +1,133 @@
+"""`explain` and `rewrite`: what the backend does, without compiling.
+
+`explain` runs Dynamo with a backend that rewrites a copy of each graph, reports, and executes the original. The report
+is bound to what Dynamo caches, so that a second call with the same shapes compiles nothing and reports all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchflash.options import Options, parse
+from torchflash.report import Report
+
+_reports: ContextVar[list[Report] | None] = ContextVar("torchflash_reports", default=None)
+
+
+def explain(
+    model: Callable[..., Any], *, options: Mapping[str, Any] | None = None, dynamic: bool | None = None
+) -> Callable[..., Report]:
+    """`explain(model)(*args, **kwargs)` reports what backend="torchflash" does to a model called like this.
+
+    The model runs once, unrewritten, in eager mode and under the caller's grad mode, since Dynamo has to get past graph
+    breaks. Buffers and random states are put back, no gradient is touched, and what the model was compiled to before
+    stays in use. `options` and `dynamic` are those of torch.compile. Graphs come in the order in which they ran.
+    """
+    ours, _ = parse(options=options)
+
+    def run(*args: Any, **kwargs: Any) -> Report:
+        compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=_Recorder(ours), dynamic=dynamic)
+        reports: list[Report] = []
+        token = _reports.set(reports)
+        # shapes seen here must not make dimensions of a later compile dynamic
+        unlearned = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+        try:
+            with _restored(model), unlearned:
+                compiled(*args, **kwargs)
+        finally:
+            _reports.reset(token)
+        total = Report()
+        for number, report in enumerate(reports):
+            total += Report.of_graph(number, report.records, report.graph_breaks)
+        return total
+
+    return run
+
+
+def rewrite(gm: torch.fx.GraphModule, options: Options | None = None) -> tuple[torch.fx.GraphModule, Report]:
+    """A rewritten copy of an FX graph, and the report; parameters are shared, `gm` stays as it was.
+
+    For other backends and for graphs by hand. Nodes must carry their (fake) tensors in meta["example_value"], as in the
+    graphs that Dynamo gives to backends, or in meta["val"], as in those of torch.export; ValueError otherwise.
+    Nested graph modules are rewritten too. SkippedError under `options.strict` if a softmax was left alone.
+    """
+    from torchflash.backend import check_strict, rewrite_and_report
+
+    if not isinstance(gm, torch.fx.GraphModule):
+        raise TypeError(f"rewrite() takes a torch.fx.GraphModule, got {type(gm).__name__}; see torch.export or explain()")
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if not {"example_value", "val"} & node.meta.keys():
+            raise ValueError(
+                "rewrite() needs a graph whose nodes carry meta['example_value'] or meta['val'], as Dynamo and"
+                f" torch.export make them; {node.name!r} has neither"
+            )
+    options = options or Options()
+    rewritten = _copy(gm)
+    report = rewrite_and_report(rewritten, options, graph=0)
+    check_strict(report, options)
+    return rewritten, report
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """The backend of `explain`; equal ones share what Dynamo has cached."""
+
+    options: Options
+    __name__ = "torchflash_explain"
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torchflash.backend import rewrite_and_report
+
+        number = len(_reports.get() or ())
+        report = rewrite_and_report(_copy(gm), self.options, graph=number)
+
+        def forward(*args: Any) -> Any:
+            reports = _reports.get()
+            if reports is not None:
+                reports.append(report)
+            return gm.forward(*args)
+
+        return forward
+
+
+def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy whose graph, and those of nested graph modules, may be changed; the rest is shared."""
+    fresh = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    fresh.meta = dict(gm.meta)
+    if hasattr(gm, "compile_subgraph_reason"):
+        fresh.compile_subgraph_reason = gm.compile_subgraph_reason
+    for name, child in gm.named_children():
+        if isinstance(child, torch.fx.GraphModule):
+            setattr(fresh, name, _copy(child))
+    return fresh
+
+
+def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What the user wrote, under torch.compile(model), torch.compile(function) and model.compile()."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, torch.nn.Module):
+        return model._call_impl if model._compiled_call_impl is not None else model
+    return torch._dynamo.eval_frame.innermost_fn(model)
+
+
+@contextmanager
+def _restored(model: Callable[..., Any]) -> Iterator[None]:
+    """Puts back random states and, for a module, the buffers that were written."""
+    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
+    saved = [(buffer, buffer._version, buffer.clone()) for buffer in buffers if not buffer.is_inference()]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, version, value in saved:
+                    if buffer._version != version:
+                        buffer.copy_(value)

@@ -1,0 +1,162 @@
+"""The inner compile by Inductor: what has to hold around it, and only around it.
+
+Two things surround every compile of our graphs, also with nothing rewritten:
+1. Inductor's own attention fuser stays off. It runs after us and takes softmaxes over other axes for attention; a block
+   that we leave alone must come out as unfused code. A ContextVar, checked by each of its registered patterns, says
+   whether the running compile is ours: other compiles in this process, before, after or in other threads, see no change.
+2. A tag over our sources, version and options is part of every cache key. The AOTAutograd cache hashes the graph it is
+   given but not the formulas behind its ops: without the tag an edited backward would be answered from the old cache,
+   and a graph compiled without the gate would be served to a compile that needs it.
+The backward is compiled when it first runs, out of our sight and perhaps in another thread, so both are also put around
+the function that Inductor keeps for it (`inner_compile`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchflash import __version__
+from torchflash.options import Options
+
+_ours: ContextVar[bool] = ContextVar("torchflash_compiles", default=False)
+_lock = threading.Lock()
+
+
+def compile_by_inductor(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options, patches: dict[str, Any]
+) -> Any:
+    """`torch._inductor.compile_fx.compile_fx` with config patches, inside the gate and the cache tag."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    tag = cache_tag(options)
+    if not gate_attention_fuser(_device(example_inputs)):
+        patches = {**patches, **_without_pattern_passes(patches)}
+
+    @functools.wraps(compile_fx_inner)
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+        with _around(tag):
+            return compile_fx_inner(*args, **kwargs)
+
+    with _around(tag):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+@contextmanager
+def _around(tag: str) -> Iterator[None]:
+    token = _ours.set(True)
+    try:
+        with torch.compiler.config.patch(cache_key_tag=tag):
+            yield
+    finally:
+        _ours.reset(token)
+
+
+# ------------------------------------------------------------------------------------------------------- the cache tag
+
+
+def cache_tag(options: Options) -> str:
+    """The user's `torch.compiler.config.cache_key_tag` followed by ours: version, sources and options."""
+    ours = f"torchflash-{__version__}-{source_hash()}-{options.cache_key()}"
+    users: str = torch.compiler.config.cache_key_tag
+    return users if ours in users else f"{users}|{ours}" if users else ours
+
+
+@functools.cache
+def source_hash() -> str:
+    """A hash of all our sources (torchflash, passes, kernels), as they are on disk when first asked for."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    files = source_files()
+    return get_hash_for_files(tuple(map(str, files)), extra=",".join(f.name for f in files)).hex()[:32]
+
+
+def source_files() -> list[Path]:
+    """The files whose contents decide what our ops compute."""
+    files: set[Path] = set()
+    for name in ("torchflash", "torchflash.passes", "torchflash.kernels"):
+        spec = importlib.util.find_spec(name)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            files.update(file.resolve() for file in Path(folder).rglob("*.py"))
+    return sorted(files)
+
+
+# ------------------------------------------------------------------------------------------------------------ the gate
+
+
+def gate_attention_fuser(device: torch.device | None = None) -> bool:
+    """Makes Inductor's attention patterns ask whether the running compile is ours; once per process.
+
+    False if they could not be found: the internals of this torch differ from those we know.
+    """
+    try:
+        from torch._inductor.fx_passes import joint_graph
+
+        with _lock:
+            if not hasattr(joint_graph.lazy_init, "_torchflash"):
+                joint_graph.lazy_init = _then_gate(joint_graph.lazy_init)
+        return joint_graph.lazy_init(device or torch.device("cpu")) > 0
+    except Exception:
+        return False
+
+
+def _then_gate(lazy_init: Callable[..., Any]) -> Callable[..., int]:
+    # patterns are registered lazily and once per device: gate what is there after each registration
+    @functools.wraps(lazy_init)
+    def register(*args: Any, **kwargs: Any) -> int:
+        lazy_init(*args, **kwargs)
+        return _gate_entries()
+
+    register._torchflash = True  # type: ignore[attr-defined]
+    return register
+
+
+def _gate_entries() -> int:
+    from torch._inductor.fx_passes import fuse_attention, joint_graph
+
+    gated = 0
+    for entries in joint_graph.patterns.patterns.values():
+        for entry in entries:
+            check = getattr(entry, "extra_check", None)
+            if hasattr(check, "_torchflash"):
+                gated += 1
+            elif getattr(_enclosed(check, "extra_check"), "__module__", None) == fuse_attention.__name__:
+                entry.extra_check = _unless_ours(check)
+                gated += 1
+    return gated
+
+
+def _unless_ours(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def gated(match: Any) -> bool:
+        return False if _ours.get() else check(match)
+
+    gated._torchflash = True  # type: ignore[attr-defined]
+    return gated
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    """The value of a variable that a nested function closes over."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def _without_pattern_passes(patches: dict[str, Any]) -> dict[str, Any]:
+    # cruder: drops the whole group of passes that the attention patterns belong to
+    from torch._inductor import config
+
+    disabled = patches.get("disabled_passes", config.disabled_passes)
+    return {"disabled_passes": f"{disabled},pass_pattern_0" if disabled else "pass_pattern_0"}
+
+
+def _device(example_inputs: Sequence[Any]) -> torch.device | None:
+    return next((value.device for value in example_inputs if isinstance(value, torch.Tensor)), None)

@@ -1,0 +1,95 @@
+"""What the user may set, and how it is told apart from Inductor's own options.
+
+In: the `mode=` and `options=` of torch.compile. Out: a frozen `Options` and the patches for Inductor's config.
+Keys `torchflash.*` are ours and checked here; the rest is Inductor's and checked by torch, so that everything that
+works with backend="inductor" works here in the same words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from torchflash.report import SKIP_CODES
+
+PREFIX = "torchflash."
+INNER = ("inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one compile; `Options()` holds the defaults.
+
+    strict: raise if a softmax was left alone, listing each with its reason, instead of reporting it.
+    allow: skip codes that `strict` accepts, separated by commas (a mixture-of-experts router is "no_scores").
+    inner: what compiles the rest: "inductor", or "aot_eager" / "eager" for quick tests and debugging.
+    dump: a folder for each graph before and after, as Python, with its report; default: $TORCHFLASH_DUMP.
+
+    Raises TypeError or ValueError for a value of the wrong type or range.
+    """
+
+    strict: bool = False
+    allow: str = ""
+    inner: str = "inductor"
+    dump: str | None = field(default_factory=lambda: os.environ.get("TORCHFLASH_DUMP") or None)
+
+    def __post_init__(self) -> None:
+        _check_type("strict", self.strict, bool)
+        _check_type("allow", self.allow, str)
+        _check_type("inner", self.inner, str)
+        if isinstance(self.dump, os.PathLike):
+            object.__setattr__(self, "dump", os.fspath(self.dump))
+        if self.dump is not None:
+            _check_type("dump", self.dump, str)
+        if self.inner not in INNER:
+            raise ValueError(f"option 'torchflash.inner' is {self.inner!r}; known: {', '.join(INNER)}")
+        for code in self.allowed:
+            if code not in SKIP_CODES:
+                raise ValueError(f"unknown skip code {code!r} in option 'torchflash.allow'; known: {_listed(SKIP_CODES)}")
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The codes in `allow`."""
+        return tuple(code.strip() for code in self.allow.split(",") if code.strip())
+
+    def cache_key(self) -> str:
+        """What of the options changes the code that comes out; the others only change what is said about it."""
+        return f"inner={self.inner}"
+
+
+def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> tuple[Options, dict[str, Any]]:
+    """Splits torch.compile's `mode` and `options` into ours and a new dict of patches for torch._inductor.config.
+
+    The argument is not changed. Raises ValueError for a key we do not know, TypeError for a value of the wrong type,
+    and RuntimeError, as backend="inductor" does, for a mode or key that Inductor does not know.
+    """
+    ours: dict[str, Any] = {}
+    inductor: dict[str, Any] = {}
+    known = [PREFIX + f.name for f in fields(Options)]
+    for key, value in (options or {}).items():
+        if not key.startswith(PREFIX):
+            inductor[key] = value
+        elif key not in known:
+            raise ValueError(f"unknown option {key!r}; known: {_listed(known)}")
+        else:
+            ours[key.removeprefix(PREFIX)] = value
+    return Options(**ours), _inductor_patches(mode, inductor)
+
+
+def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    # the object that torch.compile(backend="inductor") makes: its modes, its checks of names and types
+    wrapper: Any = torch._TorchCompileInductorWrapper(mode, options, None)
+    return dict(wrapper.config)
+
+
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"option 'torchflash.{name}' must be {expected.__name__}, got {type(value).__name__} {value!r}")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
