@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 
 def environment() -> Iterator[tuple[str, str]]:
@@ -14,7 +15,7 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "torchflash", _of(_torchflash)
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for package in ("torch", "triton", "numpy"):
-        yield package, _of(lambda package=package: _version(package))
+        yield package, _of(partial(_version, package))
     yield "backend", _of(_entry_point)
     yield "inductor's fuser", _of(_gate)
     yield "cpu", _of(_cpu)
@@ -73,7 +74,7 @@ def _cuda() -> Iterator[tuple[str, str]]:
     if not count:
         yield "cuda", "no device"
     for index in range(count):
-        yield f"cuda:{index}", _of(lambda index=index: _gpu(index))
+        yield f"cuda:{index}", _of(partial(_gpu, index))
 
 
 def _gpu(index: int) -> str:

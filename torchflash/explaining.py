@@ -61,7 +61,7 @@ def rewrite(gm: torch.fx.GraphModule, options: Options | None = None) -> tuple[t
     from torchflash.backend import check_strict, rewrite_and_report
 
     if not isinstance(gm, torch.fx.GraphModule):
-        raise TypeError(f"rewrite() takes a torch.fx.GraphModule, got {type(gm).__name__}; see torch.export or explain()")
+        raise TypeError(f"rewrite() takes a torch.fx.GraphModule, got {type(gm).__name__}")
     for node in gm.graph.find_nodes(op="placeholder"):
         if not {"example_value", "val"} & node.meta.keys():
             raise ValueError(

@@ -3,7 +3,7 @@
 Two things surround every compile of our graphs, also with nothing rewritten:
 1. Inductor's own attention fuser stays off. It runs after us and takes softmaxes over other axes for attention; a block
    that we leave alone must come out as unfused code. A ContextVar, checked by each of its registered patterns, says
-   whether the running compile is ours: other compiles in this process, before, after or in other threads, see no change.
+   whether the running compile is ours: other compiles in this process, before, after or in other threads, are as ever.
 2. A tag over our sources, version and options is part of every cache key. The AOTAutograd cache hashes the graph it is
    given but not the formulas behind its ops: without the tag an edited backward would be answered from the old cache,
    and a graph compiled without the gate would be served to a compile that needs it.

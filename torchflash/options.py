@@ -49,7 +49,7 @@ class Options:
             raise ValueError(f"option 'torchflash.inner' is {self.inner!r}; known: {', '.join(INNER)}")
         for code in self.allowed:
             if code not in SKIP_CODES:
-                raise ValueError(f"unknown skip code {code!r} in option 'torchflash.allow'; known: {_listed(SKIP_CODES)}")
+                raise ValueError(f"unknown skip code {code!r} in 'torchflash.allow'; known: {_listed(SKIP_CODES)}")
 
     @property
     def allowed(self) -> tuple[str, ...]:

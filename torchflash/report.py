@@ -92,7 +92,8 @@ class Rewritten(Record):
         return f"{h} over {hk}" if hk == hv else f"{h} over {hk}/{hv}"
 
     def __str__(self) -> str:
-        facts = [f"{name} {_shape(shape)}" for name, shape in zip("qkv", (self.q, self.k, self.v), strict=True) if shape]
+        shapes = {"q": self.q, "k": self.k, "v": self.v}
+        facts = [f"{name} {_shape(shape)}" for name, shape in shapes.items() if shape]
         facts += [self.dtype] if self.dtype else []
         facts += [f"heads {self.heads}"] if " over " in self.heads else []
         facts += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
