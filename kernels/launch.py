@@ -1,0 +1,212 @@
+"""Launches the Triton kernels for one attention: tiles, grids, specialisations, and the way down when a tile does not fit.
+
+`forward` and `backward` return False / None where no configuration fits the device; the caller then runs blockwise torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from torchflash.kernels import backward as bwd
+from torchflash.kernels import configs, lower, philox
+from torchflash.kernels.forward import attention_forward
+from torchflash.kernels.program import Program
+from torchflash.kernels.reference import Problem
+
+log = logging.getLogger("torchflash")
+
+MAX_SIZES = 8  # z0 … z7 are kernel arguments
+_fitting: dict[Any, int] = {}  # (kernel, specialisation) -> index of the first tile that fits the device
+
+
+def supports(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return interpreting()
+
+
+def interpreting() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied: as torch.get_float32_matmul_precision() says."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+# -------------------------------------------------------------------------------------------------- what a kernel takes
+
+
+class Operands:
+    """The arguments that every kernel of one attention shares."""
+
+    def __init__(self, problem: Problem):
+        p = self.problem = problem
+        self.program = p.program
+        if len(p.sizes) > MAX_SIZES:
+            raise ValueError(f"a program may use at most {MAX_SIZES} sizes; got {len(p.sizes)}")
+        self.ranks = tuple(c.dim() for c in p.captures)
+        self.T = tuple(c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures)
+        self.S = tuple(x for c in p.captures for x in c.stride()) + tuple(x for c in p.captures for x in c.shape)
+        sizes = [*p.sizes.values(), *([0] * (MAX_SIZES - len(p.sizes)))]
+        self.common = dict(
+            M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, plane=p.B * p.H * p.M,
+            threshold=philox.threshold(p.dropout_p) - 2**31, keep_scale=1.0 / (1.0 - p.dropout_p),
+            DROPOUT=p.dropout_p > 0, PRECISION=precision(p.q.dtype),
+            SEED=p.seed, T=self.T, S=self.S, **{f"Z{i}": z for i, z in enumerate(sizes)},
+        )  # fmt: skip
+        self.D, self.DV = p.q.shape[-1], p.v.shape[-1]
+        self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE
+        self.held = configs.STREAM_SLICE if self.stream else max(self.D, self.DV)
+        self.itemsize = max(p.q.dtype.itemsize, p.v.dtype.itemsize)
+        self.common["KEEP"] = lower.keep_function(self.program, MAX_SIZES)
+        self.common["SCORE"] = lower.value_function(self.program, "score", self.ranks)
+        self.post = lower.value_function(self.program, "post", self.ranks) if self.program.post is not None else None
+
+    def gradient(self, which: str, scatter: tuple[int, ...] = ()) -> Any:
+        if which == "post" and self.program.post is None:
+            return None
+        return lower.gradient_function(self.program, which, self.ranks, scatter)
+
+    def dims(self, slices: int | None = None) -> dict[str, Any]:
+        """Head-dimension arguments; `slices` is the dimension whose columns are shared out when streaming."""
+        d = dict(D=self.D, DV=self.DV, STREAM=0, SLICES=1)
+        if not self.stream:
+            return d | dict(CHUNKS=configs.chunks(self.D), CHUNKS_V=configs.chunks(self.DV))
+        part = (configs.STREAM_SLICE,)
+        return d | dict(CHUNKS=part, CHUNKS_V=part, STREAM=configs.STREAM_CHUNK, SLICES=-(-(slices or 1) // configs.STREAM_SLICE))
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """q=… -> q_b, q_h, q_m, q_d; keys and values (k, v, dk, dv) name their rows n."""
+    found = {}
+    for name, x in tensors.items():
+        axes = "bhnd" if name in ("k", "v", "dk", "dv") else "bhmd"
+        found |= {f"{name}_{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
+    return found
+
+
+def device_guard(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def run(kernel: Any, name: str, o: Operands, grid: Callable[[configs.Tile], int], **arguments: Any) -> bool:
+    """Launch with the first tile that fits; False when none does. What fits is remembered."""
+    choices = configs.tiles(name, o.held, o.itemsize)
+    functions = tuple(v for k, v in arguments.items() if k.isupper() and callable(v))
+    key = (name, o.problem.q.device, o.program, functions, o.D, o.DV, o.problem.q.dtype, o.problem.v.dtype, arguments["PRECISION"])
+    for i in range(_fitting.get(key, 0), len(choices)):
+        tile = choices[i]
+        try:
+            kernel[(grid(tile),)](
+                **arguments, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.warps, num_stages=tile.stages, **extra_options()
+            )
+        except OutOfResources as e:
+            log.info("%s with %s does not fit: %s", name, tile, e)
+            continue
+        _fitting[key] = i
+        return True
+    log.warning(
+        "torchflash: no tile of %s fits %s for head dims %d and %d in %s; running blockwise torch, which is slow",
+        name, o.problem.q.device, o.D, o.DV, o.problem.q.dtype,
+    )  # fmt: skip
+    return False
+
+
+@functools.lru_cache(maxsize=None)
+def extra_options() -> dict[str, Any]:
+    return {} if interpreting() else {"enable_fp_fusion": True}  # the default differs between versions of triton
+
+
+# -------------------------------------------------------------------------------------------------------------- the op
+
+
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
+    o = Operands(problem)
+    p = problem
+    dims = o.dims(o.DV)
+
+    def grid(tile: configs.Tile) -> int:
+        return p.B * p.H * triton.cdiv(p.M, tile.block_m) * dims["SLICES"]
+
+    with device_guard(p.q.device):
+        return run(
+            attention_forward, "forward", o, grid, Q=p.q, K=p.k, V=p.v, OUT=out, LSE=lse, fill=p.program.fill, POST=o.post,
+            **strides(q=p.q, k=p.k, v=p.v, o=out), **o.common, **dims,
+        )  # fmt: skip
+
+
+def backward(
+    problem: Problem, do: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, need: Sequence[bool]
+) -> list[Tensor] | None:
+    o = Operands(problem)
+    p = problem
+    delta = torch.empty((p.B, p.H, p.M), dtype=torch.float32, device=p.q.device)
+    needy = torch.zeros(p.B * p.H, dtype=torch.int32, device=p.q.device)
+    with device_guard(p.q.device):
+        block = 64 if o.DV <= 128 else 32
+        bwd.attention_delta[(p.B * p.H * triton.cdiv(p.M, block),)](
+            OUT=out, DO=do, LSE=lse, DELTA=delta, NEEDY=needy, **strides(o=out, g=do), H=p.H, M=p.M, fill=p.program.fill,
+            KEEP=o.common["KEEP"], DV=o.DV, BLOCK_D=min(128, max(16, triton.next_power_of_2(o.DV))), BLOCK_M=block, **extra_options(),
+        )  # fmt: skip
+        saved = dict(DO=do, LSE=lse, DELTA=delta)
+        if not _backward_kv(o, saved, needy, dk, dv):
+            return None
+        scattered = tuple(i for i, n in enumerate(need) if n and p.program.loads_of(i))
+        buffers = [torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None for c, n in zip(p.captures, need, strict=True)]
+        if not _backward_q(o, saved, dq, scattered, buffers):
+            return None
+    return [b.to(c.dtype) for b, c in zip(buffers, p.captures, strict=True) if b is not None]
+
+
+def _backward_kv(o: Operands, saved: dict[str, Any], needy: Tensor, dk: Tensor, dv: Tensor) -> bool:
+    p = o.problem
+    together = p.group_k == p.group_v and not o.stream
+    for want_dk, want_dv in [(True, True)] if together else [(True, False), (False, True)]:
+        heads = p.group_k if want_dk else p.group_v
+        dims = o.dims(o.D if want_dk else o.DV)
+
+        def grid(tile: configs.Tile, heads: int = heads, slices: int = dims["SLICES"]) -> int:
+            return p.B * (p.H // heads) * triton.cdiv(p.N, tile.block_n) * slices
+
+        if not run(
+            bwd.attention_backward_kv, "backward_kv", o, grid, Q=p.q, K=p.k, V=p.v, **saved, NEEDY=needy, DK=dk, DV_=dv,
+            HEADS=heads, SHARED=p.group_k == p.group_v, WANT_DK=want_dk, WANT_DV=want_dv,
+            SCORE_GRADIENT=o.gradient("score"), POST=o.post, POST_GRADIENT=o.gradient("post"),
+            **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"], dk=dk, dv=dv), **o.common, **dims,
+        ):  # fmt: skip
+            return False
+    return True
+
+
+def _backward_q(o: Operands, saved: dict[str, Any], dq: Tensor, scattered: tuple[int, ...], buffers: Sequence[Tensor | None]) -> bool:
+    p = o.problem
+    dims = o.dims(o.D)
+    G: tuple[Any, ...] = ()
+    GS: tuple[int, ...] = ()
+    if scattered:
+        G = tuple(saved["DELTA"] if b is None else b for b in buffers)
+        GS = tuple(x for c, b in zip(p.captures, buffers, strict=True) for x in (c if b is None else b).stride())
+
+    def grid(tile: configs.Tile) -> int:
+        return p.B * p.H * triton.cdiv(p.M, tile.block_m) * dims["SLICES"]
+
+    return run(
+        bwd.attention_backward_q, "backward_q", o, grid, Q=p.q, K=p.k, V=p.v, **saved, DQ=dq, G=G, GS=GS, fill=p.program.fill,
+        SCORE_GRADIENT=o.gradient("score", scattered), POST_GRADIENT=o.gradient("post", scattered),
+        **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"], dq=dq), **o.common, **dims,
+    )  # fmt: skip
+
+
+__all__ = ["Operands", "Program", "backward", "forward", "supports"]

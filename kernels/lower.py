@@ -1,0 +1,345 @@
+"""Programs as Triton source: the score, post and keep functions, their gradients and the scatter of captured gradients.
+
+The score program `where((n <= m) & t0[b, n], 0.125 * s, -inf)` becomes
+
+    def score_<hash>(s, b, h, m, n, T, S, Z):
+        x0 = n <= m
+        x1 = tl.load(T[0] + …, mask=…, other=0)
+        …
+        return x4
+
+`b`, `h` are scalars; `m`, `n` are int32 tiles that broadcast, [BLOCK_M, 1] and [1, BLOCK_N] or the transposes, so that one
+function serves every kernel. T holds the captured pointers, S their strides and then sizes, both flat, Z the sizes z0 z1 ….
+A load is masked by the capture's own bounds: tile tails and unselected branches read nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from torchflash import score as sc
+from torchflash.kernels import generated
+from torchflash.kernels.program import G, P, Program, S
+from torchflash.score import Expr
+
+INDICES = "b, h, m, n, T, S, Z"
+_LARGEST = 3.4028234663852886e38
+_CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt_rn", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos", "erf": "tl.erf",
+          "tanh": "tanh", "sigmoid": "sigmoid", "expm1": "expm1", "log1p": "log1p",
+          "floor": "tl.floor", "ceil": "tl.ceil", "trunc": "trunc", "round": "round_even"}  # fmt: skip
+
+
+def float_text(v: float) -> str:
+    """A float32 literal. Triton would make what float32 cannot hold a float64."""
+    if math.isnan(v):
+        return 'float("nan")'
+    if abs(v) > _LARGEST:
+        return 'float("inf")' if v > 0 else 'float("-inf")'
+    v = struct.unpack("f", struct.pack("f", v))[0]
+    if v and abs(v) < 2.0**-126:
+        return f"tl.full([], {v!r}, tl.float32)"
+    return repr(v)
+
+
+class Printer:
+    """An algebra for `score.interpret`: emits one line per operation, returns its text."""
+
+    def __init__(self, kinds: dict[str, str], ranks: Sequence[int], rename: dict[str, str] | None = None, lines: list[str] | None = None):
+        self.kinds, self.rename = kinds, rename or {}
+        self.lines: list[str] = [] if lines is None else lines
+        self.kind_memo: dict[Expr, Any] = {}
+        self.first = [sum(ranks[:i]) for i in range(len(ranks))]
+        self.total = sum(ranks)
+
+    def emit(self, text: str) -> str:
+        name = f"x{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def kind(self, e: Expr) -> str:
+        return sc.kind(e, self.kinds, self.kind_memo)
+
+    def cast(self, e: Expr, text: str, want: str) -> str:
+        have = self.kind(e)
+        if e.op == "const":
+            v = e.value
+            if want == "f":
+                return float_text(float(v))
+            return str(int(v)) if want == "i" else f"({bool(v)})"
+        if have == want:
+            return text
+        if want == "b":
+            return f"({text} != 0)"
+        return f"tl.cast({text}, {'tl.float32' if want == 'f' else 'tl.int32' if have == 'b' else 'tl.int64'})"
+
+    def const(self, v: Any) -> str:
+        return float_text(v) if isinstance(v, float) else f"({v})"
+
+    def name(self, n: str) -> str:
+        n = self.rename.get(n, n)
+        return f"Z[{n[1:]}]" if n[0] == "z" else n
+
+    # ------------------------------------------------------------------------------------------------------- loads
+
+    def place(self, e: Expr, args: Sequence[str], strides: str) -> tuple[str, str]:
+        """(element offset, bounds mask or "") of a load or scatter at `args`; `strides` names the tuple of strides."""
+        first = self.first[int(e.value[1:])]
+        offset, inside = [], []
+        for j, (index, text) in enumerate(zip(e.args, args, strict=True), first):
+            size = f"S[{self.total + j}]"
+            if index.op == "const":
+                if index.value:
+                    offset.append(f"tl.cast({strides}[{j}], tl.int64) * {index.value}")
+                    inside.append(f"({index.value} < {size})")
+                continue
+            if self.kind(index) != "i":
+                text = self.cast(index, text, "i")
+            offset.append(f"tl.cast({text}, tl.int64) * {strides}[{j}]")
+            if index.op != "name":
+                inside.append(f"({text} >= 0)")
+            inside.append(f"({text} < {size})")
+        return " + ".join(offset) or "0", " & ".join(inside)
+
+    def load(self, e: Expr, args: list[str]) -> str:
+        offset, mask = self.place(e, args, "S")
+        pointer = f"T[{e.value[1:]}] + ({offset})"
+        value = self.emit(f"tl.load({pointer}, mask={mask}, other=0)" if mask else f"tl.load({pointer})")
+        kind = self.kind(e)
+        return value if kind == "b" else self.emit(f"{'tl.cast' if kind == 'f' else 'as_index'}({value}{', tl.float32' if kind == 'f' else ''})")
+
+    # -------------------------------------------------------------------------------------------------- operations
+
+    def call(self, op: str, e: Expr, args: list[str]) -> str:
+        return self.emit(self.operation(op, e, args))
+
+    def operation(self, op: str, e: Expr, args: list[str]) -> str:
+        kind = self.kind(e)
+
+        def all_as(want: str) -> list[str]:
+            return [self.cast(a, t, want) for a, t in zip(e.args, args, strict=True)]
+
+        if op in sc.COMPARE:
+            a, b = all_as(max(map(self.kind, e.args), key="bif".index))
+            return f"{a} {op} {b}"
+        if op in ("&", "|", "^"):
+            a, b = all_as(kind)
+            return f"{a} {op} {b}"
+        if op in ("+", "-"):
+            a, b = all_as(kind)
+            return f"{a} {op} {b}"
+        if op == "*":
+            a, b = all_as(kind)
+            return f"tl.cast({a}, tl.int64) * {b}" if kind == "i" else f"{a} * {b}"
+        if op == "/":
+            a, b = all_as("f")
+            return f"{a} / {b}"
+        if op in ("//", "%"):
+            return self.divide(op, e, all_as(kind), kind)
+        if op == "**":
+            return self.power(e, all_as(kind), kind)
+        if op == "where":
+            a, b = (self.cast(x, t, kind) for x, t in zip(e.args[1:], args[1:], strict=True))
+            return f"tl.where({self.cast(e.args[0], args[0], 'b')}, {a}, {b})"
+        if op in ("minimum", "maximum"):
+            a, b = all_as(kind)
+            nan = ", propagate_nan=tl.PropagateNan.ALL" if kind == "f" else ""
+            return f"tl.{op}({a}, {b}{nan})"
+        (a,) = args
+        match op:
+            case "neg":
+                return f"-({self.cast(e.args[0], a, kind)})"
+            case "~":
+                return f"({a} == 0)" if kind == "b" else f"-1 - {a}"
+            case "int":
+                if self.kind(e.args[0]) == "f":
+                    return f"tl.cast({a}, tl.int64)"
+                return self.cast(e.args[0], a, "i")
+            case "bool":
+                return self.cast(e.args[0], a, "b")
+            case "float":
+                return self.cast(e.args[0], a, "f")
+            case "half" | "bfloat16":
+                low = "tl.float16" if op == "half" else "tl.bfloat16"
+                return f"tl.cast(tl.cast({self.cast(e.args[0], a, 'f')}, {low}), tl.float32)"
+            case "isnan":
+                return f"{a} != {a}"
+            case "nan_to_num":
+                return f"tl.where({a} == {a}, {a}, 0.0)" if kind == "f" else a
+            case "sign":
+                one, zero = ("1.0", "0.0") if kind == "f" else ("1", "0")
+                return f"tl.where({a} > 0, {one}, tl.where({a} < 0, -{one}, {zero}))"
+            case "abs":
+                return f"tl.abs({a})"
+            case "floor" | "ceil" | "trunc" | "round" if kind != "f":
+                return a
+        return f"{_CALLS[op]}({self.cast(e.args[0], a, 'f')})"
+
+    def divide(self, op: str, e: Expr, args: list[str], kind: str) -> str:
+        a, b = args
+        if kind == "f":
+            return f"tl.floor({a} / {b})" if op == "//" else f"{a} - tl.floor({a} / {b}) * {b}"
+        if never_negative(e.args[0]) and positive(e.args[1]):
+            return f"{a} {op} {b}"
+        return f"{'floor_div' if op == '//' else 'floor_mod'}({a}, {b})"
+
+    def power(self, e: Expr, args: list[str], kind: str) -> str:
+        a, b = args
+        y = e.args[1]
+        if y.op == "const" and float(y.value).is_integer() and 1 <= y.value <= 8:
+            base = f"tl.cast({a}, tl.int64)" if kind == "i" else a
+            return " * ".join([base] * int(y.value))
+        if kind == "f" and y.op == "const" and y.value == 0.5:
+            return f"tl.sqrt_rn({a})"
+        if kind == "f" and y.op == "const" and y.value == -1:
+            return f"1.0 / {a}"
+        if kind == "f":
+            return f"power(0.0 + {a}, 0.0 + {b})"
+        return f"tl.cast(round_even(power(tl.cast({a}, tl.float32), tl.cast({b}, tl.float32))), tl.int64)"
+
+
+def never_negative(e: Expr) -> bool:
+    if e.op == "const":
+        return e.value >= 0
+    if e.op == "name":
+        return e.value in sc.INDEX_NAMES or e.value[0] == "z"
+    return e.op in ("+", "*", "//", "%") and all(map(never_negative, e.args))
+
+
+def positive(e: Expr) -> bool:
+    return (e.op == "const" and e.value > 0) or (e.op == "name" and e.value[0] == "z")
+
+
+def full_tile(e: Expr, text: str, like: str) -> str:
+    """`text` broadcast to a whole float tile, where the program itself does not span it."""
+    used = sc.names(e)
+    if used & {"s", "p", "g"} or {"m", "n"} <= used:
+        return text
+    return f"tl.full({like}.shape, 0.0, tl.float32) + {text}"
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+@functools.lru_cache(maxsize=None)
+def value_function(program: Program, which: str, ranks: tuple[int, ...]) -> Any:
+    """score(s, …) or post(p, …) as a jitted function."""
+    e = program.score if which == "score" else program.post
+    assert e is not None
+    argument = "s" if which == "score" else "p"
+    printer = Printer(program.kind_map, ranks)
+    text = sc.interpret(e, printer)
+    return generated.function(which, f"{argument}, {INDICES}", tuple(printer.lines), full_tile(e, text, argument))
+
+
+@functools.lru_cache(maxsize=None)
+def gradient_function(program: Program, which: str, ranks: tuple[int, ...], scatter: tuple[int, ...]) -> Any:
+    """The gradient for s (of score) or p (of post), which also adds the gradients of the captures in `scatter` to float32
+    buffers: G holds their pointers, GS their strides (at the places of S); lanes that are not `valid` add nothing."""
+    vjp, argument, leaf = (program.score_vjp, "s", S) if which == "score" else (program.post_vjp, "p", P)
+    printer = Printer(program.kind_map, ranks)
+    memo: dict[Expr, Any] = {}
+    zero = "tl.full(g.shape, 0.0, tl.float32)"
+    result = full_tile(vjp[leaf], sc.interpret(vjp[leaf], printer, memo), "g") if leaf in vjp else zero
+    for load, adjoint in vjp.items():
+        if load.op == "load" and int(load.value[1:]) in scatter:
+            value = full_tile(adjoint, sc.interpret(adjoint, printer, memo), "g")
+            _scatter(printer, load, value, [sc.interpret(i, printer, memo) for i in load.args])
+    return generated.function(f"{which}_gradient", f"g, {argument}, {INDICES}, valid, G, GS", tuple(printer.lines), result)
+
+
+def _scatter(printer: Printer, load: Expr, value: str, indices: list[str]) -> None:
+    """Add a [BLOCK_M, BLOCK_N] tile of gradients: first summed over the axes the index does not use, then by atomics."""
+    used = sc.names(*load.args)
+    value = printer.emit(f"tl.where(valid, {value}, 0.0)")
+    if "n" not in used:
+        value = printer.emit(f"tl.sum({value}, 1, keep_dims=True)")
+    if "m" not in used:
+        value = printer.emit(f"tl.sum({value}, 0, keep_dims=True)")
+    offset, mask = printer.place(load, indices, "GS")
+    at = printer.emit(f"tl.full({value}.shape, 0, tl.int64) + {offset}")
+    inside = f"({value} != 0.0)" + (f" & {mask}" if mask else "")  # NaN != 0: it is added too
+    printer.lines.append(f"tl.atomic_add(G[{load.value[1:]}] + {at}, {value}, mask={inside}, sem='relaxed')")
+
+
+@functools.lru_cache(maxsize=None)
+def adjoint_function(program: Program, which: str, load: Expr, ranks: tuple[int, ...]) -> Any:
+    """The gradient tile that reaches one `load`, for the kernel that sums it without atomics."""
+    vjp, argument = (program.score_vjp, "s") if which == "score" else (program.post_vjp, "p")
+    printer = Printer(program.kind_map, ranks)
+    adjoint = vjp[load]
+    text = sc.interpret(adjoint, printer)
+    return generated.function(f"{which}_adjoint", f"g, {argument}, {INDICES}", tuple(printer.lines), full_tile(adjoint, text, "g"))
+
+
+class _Source:
+    """Interval arithmetic that prints Triton source, for `score.bounds`."""
+
+    true, false = "True", "False"
+
+    @staticmethod
+    def number(v: int) -> str:
+        return str(v)
+
+    @staticmethod
+    def minimum(a: str, b: str) -> str:
+        return a if a == b else f"tl.minimum({a}, {b})"
+
+    @staticmethod
+    def maximum(a: str, b: str) -> str:
+        return a if a == b else f"tl.maximum({a}, {b})"
+
+    @staticmethod
+    def add(a: str, b: str) -> str:
+        return f"({a} + {b})"
+
+    @staticmethod
+    def sub(a: str, b: str) -> str:
+        return f"({a} - {b})"
+
+    @staticmethod
+    def mul(a: str, b: str) -> str:
+        return f"(tl.cast({a}, tl.int64) * {b})"
+
+    @staticmethod
+    def floordiv(a: str, b: str) -> str:
+        return f"floor_div({a}, {b})"
+
+    @staticmethod
+    def le(a: str, b: str) -> str:
+        return f"({a} <= {b})"
+
+    @staticmethod
+    def both(a: str, b: str) -> str:
+        if "False" in (a, b):
+            return "False"
+        return b if a == "True" else a if b in ("True", a) else f"({a} & {b})"
+
+    @staticmethod
+    def either(a: str, b: str) -> str:
+        if "True" in (a, b):
+            return "True"
+        return b if a == "False" else a if b in ("False", a) else f"({a} | {b})"
+
+    @staticmethod
+    def negate(a: str) -> str:
+        return {"True": "False", "False": "True"}.get(a, f"({a} == 0)")
+
+
+@functools.lru_cache(maxsize=None)
+def keep_function(program: Program, sizes: int) -> Any | None:
+    """may_keep(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be kept; None if always."""
+    if program.keep is None:
+        return None
+    env = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}
+    env |= {f"z{i}": (f"Z[{i}]", f"Z[{i}]") for i in range(sizes)}
+    can, _ = sc.bounds(program.keep, env, _Source)
+    if can == "True":
+        return None
+    return generated.function("may_keep", "b, h0, h1, m0, m1, n0, n1, Z", (), f"{can}" if can != "False" else "m0 < 0")
+
+
+__all__ = ["G", "adjoint_function", "gradient_function", "keep_function", "value_function"]

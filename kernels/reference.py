@@ -1,0 +1,283 @@
+"""Blockwise attention in plain torch, forward and explicit backward: the CPU implementation, and what runs wherever the Triton
+kernels cannot (no triton, an unsupported device or dtype).
+
+Works tile by tile over (batch × heads, BLOCK_M queries, BLOCK_N keys), so temporary memory does not grow with M·N; keys and
+values of grouped heads are never expanded. All arithmetic is float32, weights and score gradients are rounded to the operands'
+dtype before a product as in the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchflash import score as sc
+from torchflash.kernels import philox
+from torchflash.kernels.program import P, Program, S, plain_axes
+from torchflash.score import Expr
+
+TILE_ELEMENTS = 1 << 19  # per temporary: 2 MB of float32
+BLOCK_M, BLOCK_N = 128, 512
+
+
+class Problem:
+    """The operands of one attention and the tiles they are worked on in."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: Program, dropout_p: float, seed: Tensor | None
+    ):
+        self.q, self.k, self.v, self.captures, self.program = q, k, v, list(captures), program
+        self.sizes = {f"z{i}": int(z) for i, z in enumerate(sizes)}
+        self.dropout_p, self.seed = dropout_p, seed
+        self.B, self.H, self.M, _ = q.shape
+        self.N = k.shape[2]
+        self.group_k, self.group_v = self.H // k.shape[1], self.H // v.shape[1]
+        # The heads of one tile are a whole number of groups of both k and v, unless even one head at a time is a lot.
+        together = math.lcm(self.group_k, self.group_v)
+        self.block_n = min(BLOCK_N, self.N)
+        self.block_m = min(BLOCK_M, self.M, max(32, TILE_ELEMENTS // (self.block_n * self.B * self.H)))
+        if self.block_m * self.B * self.H * self.block_n > TILE_ELEMENTS:
+            self.block_n = min(self.block_n, max(64, TILE_ELEMENTS // (self.block_m * self.B * self.H)))
+        tile = self.block_m * self.block_n
+        heads = max(1, TILE_ELEMENTS // (tile * self.B)) // together * together or together
+        self.block_h = min(self.H, heads)
+        self.block_b = min(self.B, max(1, TILE_ELEMENTS // (tile * self.block_h)))
+
+    def rows(self) -> Iterator[Rows]:
+        for b in range(0, self.B, self.block_b):
+            for h in range(0, self.H, self.block_h):
+                for m in range(0, self.M, self.block_m):
+                    yield Rows(
+                        self,
+                        slice(b, min(b + self.block_b, self.B)),
+                        slice(h, min(h + self.block_h, self.H)),
+                        slice(m, min(m + self.block_m, self.M)),
+                    )
+
+
+class Rows:
+    """A block of query rows: batches `b`, heads `h`, queries `m` (slices)."""
+
+    def __init__(self, problem: Problem, b: slice, h: slice, m: slice):
+        self.problem, self.b, self.h, self.m = problem, b, h, m
+        index = torch.arange
+        device = problem.q.device
+        self.env: dict[str, Any] = {
+            **problem.sizes,
+            "b": index(b.start, b.stop, device=device)[:, None, None, None],
+            "h": index(h.start, h.stop, device=device)[:, None, None],
+            "m": index(m.start, m.stop, device=device)[:, None],
+        }
+        self.q = problem.q[b, h, m].float()
+        self.h_k = slice(h.start // problem.group_k, -(-h.stop // problem.group_k))
+        self.h_v = slice(h.start // problem.group_v, -(-h.stop // problem.group_v))
+
+    def keys(self) -> tuple[list[slice], list[slice]]:
+        """(key tiles that may be kept, tiles provably not kept)."""
+        p = self.problem
+        tiles = [slice(n, min(n + p.block_n, p.N)) for n in range(0, p.N, p.block_n)]
+        if p.program.keep is None:
+            return tiles, []
+        env = {z: (size, size) for z, size in p.sizes.items()}
+        env |= {axis: (at.start, at.stop - 1) for axis, at in (("b", self.b), ("h", self.h), ("m", self.m))}
+        may = [bool(sc.bounds(p.program.keep, {**env, "n": (t.start, t.stop - 1)})[0]) for t in tiles]
+        return [t for t, can in zip(tiles, may, strict=True) if can], [t for t, can in zip(tiles, may, strict=True) if not can]
+
+    def needs_rest(self, row_max: Tensor) -> bool:
+        """Whether some row has not seen a score so far above the fill that exp(fill - lse) is 0."""
+        return bool((~(row_max - self.problem.program.fill > 128)).any())
+
+
+class Tile:
+    """One tile of scores [b, h, m, n] of a block of rows."""
+
+    def __init__(self, rows: Rows, n: slice):
+        self.rows, self.n = rows, n
+        p = rows.problem
+        self.k = p.k[rows.b, rows.h_k, n].float()
+        self.v = p.v[rows.b, rows.h_v, n].float()
+        self.env = {**rows.env, "n": torch.arange(n.start, n.stop, device=p.q.device)}
+        self.s = times(rows.q, self.k.mT)
+        self.memo: dict[Expr, Any] = {}
+        self.x = self.evaluate(p.program.score, {"s": self.s}, self.memo)
+
+    def evaluate(self, e: Expr, names: dict[str, Tensor], memo: dict[Expr, Any] | None = None) -> Tensor:
+        value = sc.evaluate(e, {**self.env, **names}, self.rows.problem.captures, memo=memo)
+        if not isinstance(value, Tensor):
+            value = torch.tensor(value, device=self.s.device)
+        return value.to(torch.float32).expand(self.s.shape)
+
+    def post(self, p: Tensor) -> Tensor:
+        program = self.rows.problem.program
+        return p if program.post is None else self.evaluate(program.post, {"p": p})
+
+    def dropout_scale(self) -> Tensor | None:
+        problem = self.rows.problem
+        if not problem.dropout_p or problem.seed is None:
+            return None
+        b, h, m, n = (self.env[axis] for axis in "bhmn")
+        counter = ((b * problem.H + h) * problem.M + m) * problem.N + n
+        return philox.scale(problem.dropout_p, problem.seed, counter)
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """a b for a [B, H, X, Y], b [B, H / G, Y, Z], each head of b serving G consecutive heads of a."""
+    B, H, X, Y = a.shape
+    heads = b.shape[1]
+    if heads == H:
+        return a @ b
+    return (a.reshape(B, heads, H // heads * X, Y) @ b).view(B, H, X, b.shape[-1])
+
+
+def times_transposed(a: Tensor, b: Tensor, heads: int) -> Tensor:
+    """aᵀ b for a [B, H, X, Y], b [B, H, X, Z], summed over groups of heads: [B, heads, Y, Z]."""
+    B, H, X, Y = a.shape
+    rows = H // heads * X
+    return a.reshape(B, heads, rows, Y).mT @ b.reshape(B, heads, rows, b.shape[-1])
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if dtype == torch.float32 else x.to(dtype).float()
+
+
+# ------------------------------------------------------------------------------------------------------------ forward
+
+
+def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
+    """Fills out [B, H, M, Dv] and lse [2, B, H, M] (row maximum, log of the sum of exp(x - maximum))."""
+    for rows in problem.rows():
+        row_max = torch.full(rows.q.shape[:3], -math.inf, device=out.device)
+        row_sum = torch.zeros_like(row_max)
+        acc = rows.q.new_zeros((*rows.q.shape[:3], out.shape[-1]))
+        kept, rest = rows.keys()
+        row_max, row_sum, acc = _online(rows, kept, row_max, row_sum, acc)
+        if rest and rows.needs_rest(row_max):
+            row_max, row_sum, acc = _online(rows, rest, row_max, row_sum, acc)
+        is_nan = ~(row_sum > 0)  # a NaN or +inf score, or nothing but -inf
+        result = (acc / row_sum[..., None]).masked_fill_(is_nan[..., None], math.nan)
+        if problem.program.post is not None and bool(is_nan.any()):
+            result.masked_fill_((is_nan & ~_post_of_nan(rows))[..., None], 0.0)
+        out[rows.b, rows.h, rows.m] = result.to(out.dtype)
+        lse[0, rows.b, rows.h, rows.m] = row_max
+        lse[1, rows.b, rows.h, rows.m] = row_sum.log()
+
+
+def _online(rows: Rows, tiles: list[slice], row_max: Tensor, row_sum: Tensor, acc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = rows.problem.v.dtype
+    for n in tiles:
+        tile = Tile(rows, n)
+        new_max = torch.maximum(row_max, tile.x.amax(-1))
+        base = new_max.masked_fill(new_max == -math.inf, 0.0)
+        p = (tile.x - base[..., None]).exp_()
+        rescale = (row_max - base).exp_()
+        row_sum = row_sum * rescale + p.sum(-1)
+        row_max = new_max
+        w = tile.post(p)
+        dropped = tile.dropout_scale()
+        if dropped is not None:
+            w = w * dropped
+        acc = acc * rescale[..., None] + times(rounded(w, dtype), tile.v)
+    return row_max, row_sum, acc
+
+
+def _post_of_nan(rows: Rows) -> Tensor:
+    """[b, h, m], whether post(NaN) is NaN for some key: only then is a row of NaN probabilities NaN."""
+    found = torch.zeros(rows.q.shape[:3], dtype=torch.bool, device=rows.q.device)
+    kept, rest = rows.keys()
+    for n in kept + rest:
+        tile = Tile(rows, n)
+        found |= tile.post(torch.full_like(tile.s, math.nan)).isnan().any(-1)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- backward
+
+
+def backward(
+    problem: Problem, do: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, need: Sequence[bool]
+) -> list[Tensor]:
+    """Fills dq, dk, dv; returns the gradients of the captures with `need`, in their dtype."""
+    program = problem.program
+    q_dtype, v_dtype = problem.q.dtype, problem.v.dtype
+    dk32, dv32 = (torch.zeros(x.shape, device=x.device) for x in (dk, dv))
+    gradients = [CaptureGradient(problem, i) if wanted else None for i, wanted in enumerate(need)]
+    for rows in problem.rows():
+        do_rows = do[rows.b, rows.h, rows.m].float()
+        delta = (do_rows * out[rows.b, rows.h, rows.m].float()).sum(-1, keepdim=True)
+        row_max, log_sum = (lse[i, rows.b, rows.h, rows.m][..., None] for i in (0, 1))
+        dq_rows = torch.zeros_like(rows.q)
+        kept, rest = rows.keys()
+        for n in kept + (rest if rest and rows.needs_rest(row_max) else []):
+            tile = Tile(rows, n)
+            p = ((tile.x - row_max) - log_sum).exp_()
+            dropped = tile.dropout_scale()
+            w, dw = tile.post(p), times(do_rows, tile.v.mT)
+            if dropped is not None:
+                w, dw = w * dropped, dw * dropped
+            dv32[rows.b, rows.h_v, n] += times_transposed(rounded(w, v_dtype), do_rows, tile.v.shape[1])
+            post_names = {"p": p, "g": dw}
+            dp = dw if program.post is None else tile.evaluate(program.post_vjp[P], post_names) if P in program.post_vjp else torch.zeros_like(p)
+            score_names = {"s": tile.s, "g": p * (dp - delta)}
+            memo = dict(tile.memo)
+            if S in program.score_vjp:
+                ds = rounded(tile.evaluate(program.score_vjp[S], score_names, memo), q_dtype)
+                dq_rows += times(ds, tile.k)
+                dk32[rows.b, rows.h_k, n] += times_transposed(ds, rows.q, tile.k.shape[1])
+            for gradient in gradients:
+                if gradient is not None:
+                    for vjp, names, m in ((program.post_vjp, post_names, None), (program.score_vjp, score_names, memo)):
+                        gradient.add(tile, vjp, names, m)
+        dq[rows.b, rows.h, rows.m] = dq_rows.to(dq.dtype)
+    dk.copy_(dk32)
+    dv.copy_(dv32)
+    return [g.result() for g in gradients if g is not None]
+
+
+class CaptureGradient:
+    """Gradient of one capture, summed tile by tile."""
+
+    def __init__(self, problem: Problem, index: int):
+        self.capture = problem.captures[index]
+        self.loads = problem.program.loads_of(index)
+        # Where every element is written once the sum is complete in the tile and needs no float32 buffer.
+        whole = problem.block_b == problem.B and problem.block_h == problem.H
+        axes = plain_axes(self.loads[0]) if len(self.loads) == 1 else None
+        once = whole and axes is not None and "m" in axes and "n" in axes
+        one_program = not (self.loads and self.loads[0] in problem.program.score_vjp and self.loads[0] in problem.program.post_vjp)
+        dtype = self.capture.dtype if once and one_program else torch.float32
+        self.total = torch.zeros(self.capture.shape, dtype=dtype, device=self.capture.device)
+
+    def result(self) -> Tensor:
+        return self.total.to(self.capture.dtype)
+
+    def add(self, tile: Tile, vjp: dict[Expr, Expr], names: dict[str, Tensor], memo: dict[Expr, Any] | None) -> None:
+        for load in self.loads:
+            if load in vjp:
+                self._add(tile, load, tile.evaluate(vjp[load], names, memo))
+
+    def _add(self, tile: Tile, load: Expr, gradient: Tensor) -> None:
+        axes = plain_axes(load)
+        if axes is not None:
+            used = [a for a in axes if isinstance(a, str)]
+            gradient = gradient.sum([i for i, a in enumerate("bhmn") if a not in used]) if len(used) < 4 else gradient
+            order = [a for a in "bhmn" if a in used]
+            at = {"b": tile.rows.b, "h": tile.rows.h, "m": tile.rows.m, "n": tile.n}
+            self.total[tuple(at[a] if isinstance(a, str) else a for a in axes)] += gradient.permute([order.index(a) for a in used])
+            return
+        shape = gradient.shape
+        index = [sc.evaluate(i, tile.env, tile.rows.problem.captures) for i in load.args]
+        index = [torch.as_tensor(i, device=gradient.device).long() for i in index]
+        spanned = torch.broadcast_shapes((1, 1, 1, 1), *[i.shape for i in index])
+        missing = [d for d in range(4) if spanned[d] == 1 and shape[d] > 1]
+        gradient = gradient.sum(missing, keepdim=True) if missing else gradient
+        inside = torch.ones((), dtype=torch.bool, device=gradient.device)
+        for i, size in zip(index, self.capture.shape, strict=True):
+            inside = inside & (i >= 0) & (i < size)
+        if self.capture.numel():
+            index = [i.clamp(0, size - 1) for i, size in zip(index, self.capture.shape, strict=True)]
+            gradient = torch.where(inside, gradient, 0.0)
+            self.total.index_put_(tuple(i.expand(gradient.shape) for i in index), gradient, accumulate=True)
