@@ -14,8 +14,7 @@ import torch
 from torch._dynamo.utils import counters, dynamo_timed
 from torch._logging import trace_structured
 
-import torchflash.kernels
-from torchflash import passes
+from torchflash import kernels, passes  # noqa: F401  kernels registers the op
 from torchflash.inductor import compile_by_inductor
 from torchflash.options import Options, parse
 from torchflash.report import Report, SkippedError

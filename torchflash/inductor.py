@@ -54,7 +54,7 @@ def compile_by_inductor(
 def _around(tag: str) -> Iterator[None]:
     token = _ours.set(True)
     try:
-        with torch.compiler.config.patch(cache_key_tag=tag):
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             yield
     finally:
         _ours.reset(token)
@@ -125,7 +125,7 @@ def _gate_entries() -> int:
     gated = 0
     for entries in joint_graph.patterns.patterns.values():
         for entry in entries:
-            check = getattr(entry, "extra_check", None)
+            check: Any = getattr(entry, "extra_check", None)
             if hasattr(check, "_torchflash"):
                 gated += 1
             elif getattr(_enclosed(check, "extra_check"), "__module__", None) == fuse_attention.__name__:

@@ -232,7 +232,8 @@ def _record_from(entry: dict[str, Any]) -> Rewritten | Skipped:
     entry = dict(entry)
     kind = kinds[entry.pop("kind")]
     tuples = {f.name for f in fields(kind)} & {"q", "k", "v"}
-    return kind(**{key: tuple(value) if key in tuples else value for key, value in entry.items()})
+    values: dict[str, Any] = {key: tuple(value) if key in tuples else value for key, value in entry.items()}
+    return kind(**values)
 
 
 # ------------------------------------------------------------------------------------- fields of a record from a graph
