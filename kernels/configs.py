@@ -67,6 +67,7 @@ _TABLE: dict[tuple[str, int], list[tuple[int, list[Tile]]]] = {
 
 def tiles(kernel: str, dim: int, itemsize: int) -> list[Tile]:
     """From the first choice to the last resort; `dim` is the larger of the held head dimensions."""
+    kernel = "backward_q" if kernel == "backward_capture" else kernel
     for largest, choices in _TABLE[kernel, itemsize]:
         if dim <= largest:
             return [*choices, *_LAST]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +20,11 @@ from triton.runtime.errors import OutOfResources
 
 from torchflash.kernels import backward as bwd
 from torchflash.kernels import configs, lower, philox
+from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forward import attention_forward
-from torchflash.kernels.program import Program
+from torchflash.kernels.program import Program, plain_axes
 from torchflash.kernels.reference import Problem
+from torchflash.score import Expr
 
 log = logging.getLogger("torchflash")
 
@@ -163,11 +167,72 @@ def backward(
         saved = dict(DO=do, LSE=lse, DELTA=delta)
         if not _backward_kv(o, saved, needy, dk, dv):
             return None
-        scattered = tuple(i for i, n in enumerate(need) if n and p.program.loads_of(i))
-        buffers = [torch.zeros(c.shape, dtype=torch.float32, device=c.device) if n else None for c, n in zip(p.captures, need, strict=True)]
+        plans = [CapturePlan(o, i) if n else None for i, n in enumerate(need)]
+        scattered = tuple(plan.index for plan in plans if plan and plan.scattered)
+        if scattered and torch.are_deterministic_algorithms_enabled():
+            _alert_not_deterministic([str(e) for i in scattered for e in p.program.loads_of(i)])
+        buffers = [None if plan is None else plan.buffer for plan in plans]
         if not _backward_q(o, saved, dq, scattered, buffers):
             return None
-    return [b.to(c.dtype) for b, c in zip(buffers, p.captures, strict=True) if b is not None]
+        for plan in plans:
+            if plan and not plan.scattered and not all(_backward_capture(o, saved, plan, load) for load in plan.loads):
+                return None
+    return [plan.buffer.to(plan.capture.dtype) for plan in plans if plan]
+
+
+class CapturePlan:
+    """How the gradient of one capture is summed: by atomics in the dQ kernel, or by a kernel of its own without any."""
+
+    def __init__(self, o: Operands, index: int):
+        self.index, self.capture = index, o.problem.captures[index]
+        self.loads = o.program.loads_of(index)
+        axes = [plain_axes(e) for e in self.loads]
+        # The kernel of its own recomputes the tile. It pays where a gradient is as large as the scores (no float32 copy, no
+        # atomic per score) and is the only way to the same bits every time.
+        large = all(a is not None and "m" in a and "n" in a for a in axes)
+        possible = all(a is not None for a in axes)
+        self.scattered = bool(self.loads) and not (large or (possible and torch.are_deterministic_algorithms_enabled()))
+        passes = sum((e in o.program.score_vjp) + (e in o.program.post_vjp) for e in self.loads)
+        dtype = self.capture.dtype if passes == 1 and not self.scattered else torch.float32
+        self.buffer = torch.zeros(self.capture.shape, dtype=dtype, device=self.capture.device)
+
+
+def _alert_not_deterministic(loads: list[str]) -> None:
+    text = (
+        f"torchflash: the gradient of a captured tensor indexed as {', '.join(loads)} is summed by atomic additions and has no "
+        "deterministic implementation; index it by plain axes, or set torch.use_deterministic_algorithms(True, warn_only=True)"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(text)
+    warnings.warn(text, stacklevel=2)
+
+
+def _backward_capture(o: Operands, saved: dict[str, Any], plan: CapturePlan, load: Expr) -> bool:
+    p, program = o.problem, o.program
+    axes = plain_axes(load)
+    assert axes is not None
+    gradient = plan.buffer
+    used: dict[str, int] = {}
+    for dim, axis in enumerate(axes):
+        if isinstance(axis, str):
+            used[axis] = plan.buffer.stride(dim)
+        else:
+            gradient = gradient.narrow(dim, axis, 1)
+
+    def adjoint(which: str) -> Any:
+        vjp = program.score_vjp if which == "score" else program.post_vjp
+        return lower.adjoint_function(program, which, load, o.ranks) if load in vjp else None
+
+    def grid(tile: configs.Tile) -> int:
+        sizes = {"b": p.B, "h": p.H, "m": triton.cdiv(p.M, tile.block_m), "n": triton.cdiv(p.N, tile.block_n)}
+        return math.prod(sizes[axis] for axis in used)
+
+    return run(
+        attention_backward_capture, "backward_capture", o, grid, Q=p.q, K=p.k, V=p.v, **saved, GRADIENT=gradient, B=p.B,
+        **{f"t_{axis}": used.get(axis, 0) for axis in "bhmn"}, **{f"USES_{axis.upper()}": axis in used for axis in "bhmn"},
+        POST_GRADIENT=o.gradient("post"), SCORE_ADJOINT=adjoint("score"), POST_ADJOINT=adjoint("post"),
+        **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"]), **o.common, **o.dims(),
+    )  # fmt: skip
 
 
 def _backward_kv(o: Operands, saved: dict[str, Any], needy: Tensor, dk: Tensor, dv: Tensor) -> bool:

@@ -33,8 +33,7 @@ def load_chunks(ptr, rows, limit, stride_row, stride_d, D: tl.constexpr, CHUNKS:
     out = ()
     at: tl.constexpr = 0
     for i in tl.static_range(len(CHUNKS)):
-        full: tl.constexpr = at + CHUNKS[i] <= D
-        out = out + (load_chunk(ptr, rows, limit, stride_row, stride_d, at, D, CHUNKS[i], full),)
+        out = out + (load_chunk(ptr, rows, limit, stride_row, stride_d, at, D, CHUNKS[i], at + CHUNKS[i] <= D),)
         at = at + CHUNKS[i]
     return out
 
