@@ -36,10 +36,8 @@ def explain(
         compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=_Recorder(ours), dynamic=dynamic)
         reports: list[Report] = []
         token = _reports.set(reports)
-        # shapes seen here must not make dimensions of a later compile dynamic
-        unlearned = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
         try:
-            with _restored(model), unlearned:
+            with _restored(model), _shapes_not_learnt():
                 compiled(*args, **kwargs)
         finally:
             _reports.reset(token)
@@ -115,6 +113,21 @@ def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(model, torch.nn.Module):
         return model._call_impl if model._compiled_call_impl is not None else model
     return torch._dynamo.eval_frame.innermost_fn(model)
+
+
+@contextmanager
+def _shapes_not_learnt() -> Iterator[None]:
+    """Sizes are what they are here, and sizes seen here do not make dimensions of a later compile dynamic."""
+    from torch._dynamo import pgo
+
+    learnt = pgo.get_code_state()
+    saved = copy.deepcopy(learnt)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        try:
+            yield
+        finally:
+            learnt.clear()
+            learnt.update(saved)
 
 
 @contextmanager
