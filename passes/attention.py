@@ -1,0 +1,217 @@
+"""The proof that a contraction is the second half of an attention block, and the block as a value.
+
+    root[a0, a1, …] = Σ_n  post(softmax_n(score(Σ_d q·k))) * v
+
+The axes of the root are only names. What each of them is follows from who has it:
+
+    in v only                      a column of the values
+    in q, in neither k nor v       a query
+    anything else                  batch (the last ones are heads; a head that k or v lacks is grouped)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from torchflash import score
+from torchflash.passes import index as ix
+from torchflash.passes.contraction import CONTRACTIONS, Contraction, Operand, contraction
+from torchflash.passes.graph import operation, tensor
+from torchflash.passes.index import Index
+from torchflash.passes.reader import Dot, Indices, Reader
+from torchflash.passes.softmax import Failure, Weights, find_softmax
+from torchflash.passes.views import VIEWS, peel_steps
+from torchflash.score import Expr, build, name
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the axes of a block are. `batch`, `heads`, `queries`, `columns` (of v) are axes of the root, in the order in which
+    they fold; `heads` may end in axes that k or v lack. `keys` and `depth` are the contracted ones."""
+
+    batch: tuple[Index, ...]
+    heads: tuple[Index, ...]
+    queries: tuple[Index, ...]
+    columns: tuple[Index, ...]
+    keys: Index
+    depth: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A proven block. `root` is the node the operator replaces; `first` the contraction of queries and keys; `scores` and `post` are
+    expressions over the axes in `roles`, with `s` for the raw product and loads named after nodes."""
+
+    root: Node
+    index: Indices
+    first: Node
+    softmax: Node
+    q: Operand
+    k: Operand
+    v: Operand
+    qk_dtype: torch.dtype
+    v_dtype: torch.dtype
+    roles: Roles
+    scores: Expr
+    post: Expr
+    dropout_p: float
+
+
+def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | Failure | None:
+    """The attention block that ends in `root`; a Failure that says which step of the proof fails; None where nothing hints at
+    attention. `probabilities` are the nodes that may hold weights."""
+    result = tensor(root)
+    assert result is not None
+    index = tuple(ix.axis(f"a{i}", size) for i, size in enumerate(ix.shape_of(result)))
+    second, denominator = _second(r, root, index)
+    if second is None or len(second.summed) != 1:
+        return None
+    n = second.summed[0]
+    failure: Failure | None = None
+    for weights_side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
+        if weights_side.node not in probabilities:
+            continue
+        weights = r.read(weights_side.node, weights_side.index, weights_side.user)
+        if denominator is not None:
+            weights = build("/", weights, denominator)
+        if not r.depends(weights):
+            continue
+        found = find_softmax(r, weights, n, second.node)
+        block = found if isinstance(found, Failure) else _block(r, root, index, second, v, found)
+        if isinstance(block, Attention):
+            return block
+        failure = failure or block
+    return failure
+
+
+def _second(r: Reader, root: Node, index: Indices) -> tuple[Contraction | None, Expr | None]:
+    """The contraction with the values that `root` is, or that `root` divides by a normaliser."""
+    if operation(root) in CONTRACTIONS:
+        return contraction(r, Dot(root, index), "n"), None
+    args, _ = r.arguments(root)
+    numerator, divisor = args[0], args[1]
+    t = tensor(divisor)
+    if t is None or not isinstance(numerator, Node):
+        return None, None
+    node, at = numerator, ix.broadcast(ix.shape_of(tensor(numerator)), index)  # type: ignore[arg-type]
+    while operation(node) not in CONTRACTIONS:
+        args, kwargs = r.arguments(node)
+        if operation(node) in CASTS:
+            node = args[0]
+        elif (step := VIEWS.get(operation(node))) is not None:
+            node, at = step(r, node, args, kwargs, at)
+        else:
+            return None, None
+        if not isinstance(node, Node):
+            return None, None
+    return contraction(r, Dot(node, tuple(at)), "n"), r.read(divisor, ix.broadcast(ix.shape_of(t), index), root)
+
+
+def _block(r: Reader, root: Node, index: Indices, second: Contraction, v: Operand, weights: Weights) -> Attention | Failure:
+    n = second.summed[0]
+    leaves = [x for x in score.topological(weights.scores) if x.op in ("dot", "reduce", "softmax")]
+    for leaf in leaves:
+        if leaf.op != "dot":
+            return Failure("unknown_op", "the scores contain a reduction of themselves", leaf.value.node)
+    products = {x: c for x in leaves if (c := contraction(r, x.value, "d")) is not None}
+    sides = {x: s for x, c in products.items() if (s := _queries_and_keys(c, n)) is not None}
+    values = v.axes()
+    proper = [x for x, (q, k) in sides.items() if (q.axes() - k.axes() - values)] or list(sides)
+    if not proper:
+        return Failure("no_scores", "what is normalised is not a contraction of queries with keys", weights.softmax)
+    main = proper[0]
+    q, k = sides[main]
+    # another contraction is a bias the graph computes, unless it multiplies the queries or the keys again
+    bases = {peel_steps(r, o)[-1].node for o in (q, k)}
+    for x in leaves:
+        if x is not main:
+            c = products.get(x)
+            if c is None or bases & {peel_steps(r, o)[-1].node for o in (c.lhs, c.rhs)}:
+                return Failure("several_contractions", f"the scores add another contraction ({x.value.node.name})", x.value.node)
+    loaded = {x: r.load(x.value.node, x.value.index) for x in leaves if x is not main}
+    scores = score.substitute(weights.scores, {main: name("s"), **loaded}, build)
+    first = products[main]
+    for dtype in (first.dtype, second.dtype):
+        if dtype not in DTYPES:
+            return Failure("dtype", f"computed in {str(dtype).removeprefix('torch.')}", first.node)
+    device = tensor(root).device.type  # type: ignore[union-attr]
+    if device not in ("cpu", "cuda"):
+        return Failure("device", f"runs on {device}", root)
+    q, k, v = (_plainest(r, o) for o in (q, k, v))
+    roles = _roles(index, n, first.summed, q, k, v, ix.expr_axes(scores) | ix.expr_axes(weights.post))
+    if isinstance(roles, Failure):
+        return roles
+    return Attention(root, index, first.node, weights.softmax, q, k, v, first.dtype, second.dtype, roles, scores, weights.post, weights.dropout_p)
+
+
+def _queries_and_keys(c: Contraction, n: Index) -> tuple[Operand, Operand] | None:
+    """(queries, keys): exactly one operand runs along the keys, and both along all of what is contracted."""
+    for q, k in ((c.lhs, c.rhs), (c.rhs, c.lhs)):
+        if n in k.index and n not in q.axes() and all(d in q.index and d in k.index for d in c.summed):
+            return q, k
+    return None
+
+
+def _plainest(r: Reader, o: Operand) -> Operand:
+    """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis or a constant."""
+    best = o
+    for step in peel_steps(r, o):
+        if all(_plain(i) for i in step.index) and len({x for x in step.index if ix.is_axis(x)}) == sum(ix.is_axis(x) for x in step.index):
+            best = step
+    return best
+
+
+def _plain(i: Index) -> bool:
+    return i == 0 or ix.is_axis(i) or _group(i) is not None
+
+
+def _group(i: Index) -> tuple[Index, Index] | None:
+    """(axis, g) when `i` is axis // g."""
+    if isinstance(i, ix.FloorDiv) and ix.is_axis(i.args[0]):
+        return i.args[0], i.args[1]
+    return None
+
+
+def _roles(
+    index: Indices, n: Index, depth: Sequence[Index], q: Operand, k: Operand, v: Operand, scored: frozenset[Index]
+) -> Roles | Failure:
+    def layout(reason: str, o: Operand | None = None) -> Failure:
+        return Failure("layout", reason, o.node if o is not None else None)
+
+    has_q, has_k, has_v = q.axes(), k.axes(), v.axes()
+    for o, wanted in ((q, tuple(depth)), (k, (n, *depth)), (v, (n,))):
+        if not all(_plain(i) for i in o.index) or not all(w in o.index for w in wanted):
+            return layout("an operand is not indexed by whole axes", o)
+    columns = tuple(a for a in index if a in v.index and a not in has_q and a not in has_k and a not in scored)
+    queries = tuple(a for a in index if a in q.index and a not in has_k and a not in has_v)
+    if not columns:
+        return layout("the values have no column of their own", v)
+    rest = [a for a in index if a not in columns and a not in queries]
+    if any(_group(i) for i in q.index):
+        return layout("the queries are grouped", q)
+    grouped = {g[0] for o in (k, v) for i in o.index if (g := _group(i)) is not None}
+    if len(grouped) > 1 or any(g not in rest for g in grouped):
+        return layout("keys and values are grouped along several axes", k)
+    # axes that k or v lack go last; both must lack a suffix of the heads, or be expanded
+    lacking = [[a for a in rest if a not in has] for has in (has_k, has_v)]
+    if grouped:
+        (head,) = grouped
+        return Roles(tuple(a for a in rest if a is not head), (head,), queries, columns, n, tuple(depth))
+    both = [a for a in rest if a in lacking[0] and a in lacking[1]]
+    one = [a for a in rest if (a in lacking[0]) != (a in lacking[1])]
+    full = [a for a in rest if a in has_k and a in has_v]
+    if {a in lacking[0] for a in one} == {True, False}:
+        full, one = full + [a for a in one if a not in lacking[1]], [a for a in one if a in lacking[1]]
+    tail = one + both
+    if tail:
+        # an axis that all three have may lead the heads, so that it need not be expanded
+        lead = full[-1:]
+        return Roles(tuple(full[:-1]), tuple(lead + tail), queries, columns, n, tuple(depth))
+    return Roles(tuple(full[:-1]), tuple(full[-1:]), queries, columns, n, tuple(depth))

@@ -1,0 +1,516 @@
+"""Elementwise operations, reductions, tensors made from numbers, and the leaves that depend on scores."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torchflash import score
+from torchflash.passes import index as ix
+from torchflash.passes.graph import argument, operation, several, tensor, value
+from torchflash.passes.reader import HALVES, SMALL_INTS, Dot, Indices, Reader, Reduce, Softmax, Unreadable, positive_dim, reads
+from torchflash.score import FALSE, TRUE, ZERO, Expr, build, const
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def _dtype(node: Node) -> torch.dtype:
+    t = tensor(node)
+    assert t is not None
+    return t.dtype
+
+
+# -------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def _arithmetic(r: Reader, node: Node, op: str, a: Any, b: Any, index: Indices) -> Expr:
+    if _dtype(node) in SMALL_INTS:
+        raise Unreadable  # wraps around
+    return build(op, r.operand(a, index, node), r.operand(b, index, node))
+
+
+@reads("add", "sub", "rsub", "radd")
+def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    name = operation(node)
+    x, y = r.operand(a, index, node), r.operand(b, index, node)
+    if _dtype(node) in SMALL_INTS:
+        raise Unreadable
+    if _dtype(node) == torch.bool:
+        return build("|", r.read(a, ix.broadcast(_shape(a), index), node), r.read(b, ix.broadcast(_shape(b), index), node))
+    alpha = argument(args, kwargs, 2, "alpha", default=1)
+    if alpha != 1:
+        scale = r.operand(alpha, (), node)
+        x, y = (build("*", scale, x), y) if name == "rsub" else (x, build("*", scale, y))
+    if name == "rsub":
+        x, y = y, x
+    return build("-" if "sub" in name else "+", x, y)
+
+
+def _shape(x: Any) -> tuple[ix.Index, ...]:
+    t = tensor(x)
+    return ix.shape_of(t) if t is not None else ()
+
+
+@reads("mul")
+def _mul(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    if _dtype(node) == torch.bool:
+        return _logical(r, node, "&", a, b, index)
+    return _arithmetic(r, node, "*", a, b, index)
+
+
+@reads("div", "rdiv")
+def _div(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    if operation(node) == "rdiv":
+        a, b = b, a
+    mode = kwargs.get("rounding_mode")
+    if mode == "floor":
+        return _floor_divide(r, node, (a, b), {}, index)
+    if mode is not None:
+        raise Unreadable
+    return build("/", r.operand(a, index, node, True), r.operand(b, index, node, True))
+
+
+@reads("floor_divide")
+def _floor_divide(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if _dtype(node).is_floating_point:
+        return build("floor", build("/", r.operand(args[0], index, node), r.operand(args[1], index, node)))
+    return _divide_index("//", _arithmetic(r, node, "//", args[0], args[1], index))
+
+
+@reads("remainder")
+def _remainder(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if _dtype(node).is_floating_point:
+        raise Unreadable
+    return _divide_index("%", _arithmetic(r, node, "%", args[0], args[1], index))
+
+
+def _divide_index(op: str, e: Expr) -> Expr:
+    """Folds a division of indices where their ranges allow."""
+    folded = ix.from_expr(e) if e.op == op else None
+    return e if folded is None else ix.to_expr(folded)
+
+
+@reads("pow")
+def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    base, exponent = args[0], argument(args, kwargs, 1, "exponent")
+    x = r.operand(base, index, node)
+    if exponent in (2, 2.0) and isinstance(exponent, (int, float)):
+        return build("*", x, x)
+    if exponent in (1, 1.0) and isinstance(exponent, (int, float)):
+        return x
+    if not _dtype(node).is_floating_point:
+        raise Unreadable
+    return build("**", x, r.operand(exponent, index, node))
+
+
+@reads("square")
+def _square(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    x = r.operand(args[0], index, node)
+    return build("*", x, x)
+
+
+@reads("reciprocal")
+def _reciprocal(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    return build("/", const(1.0), r.operand(args[0], index, node))
+
+
+@reads("neg")
+def _neg(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    return build("neg", r.operand(args[0], index, node))
+
+
+@reads("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf")
+def _function(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    return build(operation(node), r.operand(args[0], index, node, True))
+
+
+@reads("floor", "ceil", "trunc", "fix", "round", "sign", "sgn")
+def _round(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if len(args) > 1 or kwargs:
+        raise Unreadable  # decimals
+    name = {"fix": "trunc", "sgn": "sign"}.get(operation(node), operation(node))
+    return build(name, r.operand(args[0], index, node))
+
+
+@reads("exp2")
+def _exp2(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    return build("exp", build("*", const(math.log(2.0)), r.operand(args[0], index, node, True)))
+
+
+@reads("log2", "log10")
+def _log_base(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    base = 2.0 if operation(node) == "log2" else 10.0
+    return build("*", const(1.0 / math.log(base)), build("log", r.operand(args[0], index, node, True)))
+
+
+@reads("abs")
+def _abs(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    x = r.operand(args[0], index, node)
+    i = ix.from_expr(x)
+    if i is not None and ix.nonnegative(i):
+        return x
+    return build("abs", x)
+
+
+@reads("relu", "leaky_relu", "silu", "softplus", "softsign", "hardtanh", "elu", "gelu", "relu6")
+def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    x = r.operand(args[0], index, node)
+    match operation(node):
+        case "relu":
+            # torch's relu has gradient 0 at 0, and NaN stays NaN
+            return build("where", build("<=", x, const(0.0)), ZERO, x)
+        case "relu6":
+            return _clamped(x, const(0.0), const(6.0))
+        case "leaky_relu":
+            slope = r.operand(argument(args, kwargs, 1, "negative_slope", default=0.01), (), node)
+            return build("where", build(">", x, ZERO), x, build("*", slope, x))
+        case "silu":
+            return build("*", x, build("sigmoid", x))
+        case "softsign":
+            return build("/", x, build("+", const(1.0), build("abs", x)))
+        case "softplus":
+            beta, threshold = argument(args, kwargs, 1, "beta", default=1), argument(args, kwargs, 2, "threshold", default=20)
+            if beta != 1:
+                raise Unreadable
+            return build("where", build(">", x, const(float(threshold))), x, build("log1p", build("exp", x)))
+        case "hardtanh":
+            low, high = argument(args, kwargs, 1, "min_val", default=-1.0), argument(args, kwargs, 2, "max_val", default=1.0)
+            return _clamped(x, const(float(low)), const(float(high)))
+    raise Unreadable
+
+
+def _clamped(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
+    """Clamping by comparisons: NaN stays, and the gradient at the ends is 1 as in torch."""
+    y = x
+    if high is not None:
+        y = build("where", _compare(">", y, high), high, y)
+    if low is not None:
+        y = build("where", _compare("<", y, low), low, y)
+    return y
+
+
+@reads("clamp", "clamp_min", "clamp_max")
+def _clamp(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    name = operation(node)
+    low = argument(args, kwargs, 1, "min") if name != "clamp_max" else None
+    high = argument(args, kwargs, 1, "max") if name == "clamp_max" else argument(args, kwargs, 2, "max")
+    x = r.operand(args[0], index, node)
+    return _clamped(x, *(None if b is None else r.operand(b, index, node) for b in (low, high)))
+
+
+@reads("minimum", "maximum", "fmin", "fmax", "min", "max")
+def _extremum(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    name = operation(node)
+    other = argument(args, kwargs, 1, "other")
+    if name in ("min", "max") and (other is None or tensor(other) is None):
+        return _reduction(r, node, args, kwargs, index)
+    if name in ("fmin", "fmax") or _dtype(node) == torch.bool:
+        raise Unreadable
+    x, y = r.operand(args[0], index, node), r.operand(other, index, node)
+    smaller = name.startswith("min")
+    less, more = _compare("<=", x, y), _compare(">=", x, y)
+    if less.op == "const" or more.op == "const":
+        return x if (less if smaller else more) is TRUE else y
+    return build("minimum" if smaller else "maximum", x, y)
+
+
+# ---------------------------------------------------------------------------------------------- comparisons, choices
+
+
+def _compare(op: str, a: Expr, b: Expr) -> Expr:
+    return ix.compare(op, a, b) or build(op, a, b)
+
+
+_COMPARISONS = {"le": "<=", "lt": "<", "ge": ">=", "gt": ">", "eq": "==", "ne": "!="}
+
+
+@reads(*_COMPARISONS)
+def _comparison(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    op = _COMPARISONS[operation(node)]
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    ta, tb = tensor(a), tensor(b)
+    dtypes = [t.dtype for t in (ta, tb) if t is not None]
+    if all(d == torch.bool for d in dtypes) and (ta is None or tb is None):
+        # a boolean against a number: t == 0 is ~t
+        t, number, node_ = (a, b, a) if ta is not None else (b, a, b)
+        e = r.read(t, ix.broadcast(_shape(node_), index), node)
+        flip = {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}.get(op, op) if ta is None else op
+        n = r.read(number, (), node)
+        on, off = build(flip, const(1.0), n), build(flip, const(0.0), n)
+        return build("where", e, on, off)
+    as_float = any(d.is_floating_point for d in dtypes) or isinstance(value(a), float) or isinstance(value(b), float)
+    x, y = r.operand(a, index, node, as_float), r.operand(b, index, node, as_float)
+    if any(d in HALVES or d == torch.float64 for d in dtypes) and _rounded(r, x, y):
+        raise Unreadable  # what eager compares has been rounded; the program would compare something else
+    if x is y and not as_float:
+        return const(op in ("<=", ">=", "=="))
+    return _compare(op, x, y)
+
+
+def _rounded(r: Reader, *operands: Expr) -> bool:
+    return any(not r.depends(e) and e.op not in ("load", "const", "half", "bfloat16") for e in operands)
+
+
+def _logical(r: Reader, node: Node, op: str, a: Any, b: Any, index: Indices) -> Expr:
+    x, y = (_truth(r, t, index, node) for t in (a, b))
+    unit, zero = (TRUE, FALSE) if op == "&" else (FALSE, TRUE)
+    if op != "^":
+        for p, q in ((x, y), (y, x)):
+            if p is unit:
+                return q
+            if p is zero:
+                return zero
+    return build(op, x, y)
+
+
+def _truth(r: Reader, x: Any, index: Indices, node: Node) -> Expr:
+    t = tensor(x)
+    e = r.read(x, ix.broadcast(_shape(x), index), node)
+    return r.cast(e, t.dtype if t is not None else type(value(x)), torch.bool)
+
+
+@reads("and", "or", "xor", "logical_and", "logical_or", "logical_xor")
+def _and_or(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    name = operation(node)
+    op = {"and": "&", "or": "|", "xor": "^"}[name.removeprefix("logical_")]
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    if _dtype(node) == torch.bool:
+        return _logical(r, node, op, a, b, index)
+    return _arithmetic(r, node, op, a, b, index)
+
+
+@reads("invert", "logical_not")
+def _not(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if operation(node) == "invert" and _dtype(node) != torch.bool:
+        raise Unreadable
+    return build("~", _truth(r, args[0], index, node))
+
+
+@reads("where")
+def _where(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if len(args) + len(kwargs) < 3:
+        raise Unreadable
+    c, a, b = args[0], argument(args, kwargs, 1, "input", "self"), argument(args, kwargs, 2, "other")
+    if operation(node) == "where" and node.op == "call_method":
+        c, a = a, c  # x.where(condition, y)
+    return _choose(r, node, c, a, b, index)
+
+
+def _choose(r: Reader, node: Node, c: Any, a: Any, b: Any, index: Indices) -> Expr:
+    condition = _truth(r, c, index, node)
+    if _dtype(node) == torch.bool:
+        return build("where", condition, _truth(r, a, index, node), _truth(r, b, index, node))
+    return build("where", condition, _fill(r, node, a, index), _fill(r, node, b, index))
+
+
+def _fill(r: Reader, node: Node, x: Any, index: Indices) -> Expr:
+    """A branch of a where; a number becomes what the result's dtype holds of it (1e9 is inf in float16)."""
+    e = r.operand(x, index, node)
+    if e.op == "const" and _dtype(node) in HALVES and (tensor(x) is None or not _shape(x)):
+        return build(HALVES[_dtype(node)], e)
+    return e
+
+
+@reads("masked_fill")
+def _masked_fill(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    mask, filler = argument(args, kwargs, 1, "mask"), argument(args, kwargs, 2, "value")
+    return _choose(r, node, mask, filler, args[0], index)
+
+
+@reads("nan_to_num")
+def _nan_to_num(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    x = r.operand(args[0], index, node)
+    nan = argument(args, kwargs, 1, "nan")
+    if nan not in (None, 0, 0.0):
+        raise Unreadable
+    if not _is_probability(r, x):
+        raise Unreadable  # infinities are replaced too
+    return build("nan_to_num", x)
+
+
+def _is_probability(r: Reader, e: Expr) -> bool:
+    """Never infinite: a softmax, or one by hand."""
+    return r.depends(e) and any(x.op == "softmax" or (x.op == "reduce" and x.value.op in ("sum", "logsumexp")) for x in score.topological(e))
+
+
+@reads("isnan", "isinf", "isneginf", "isfinite")
+def _is(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    x = r.operand(args[0], index, node, None if tensor(args[0]) is None else True)
+    inf = math.inf
+    match operation(node):
+        case "isnan":
+            return build("isnan", x)
+        case "isneginf":
+            return build("==", x, const(-inf))
+        case "isinf":
+            return build("==", build("abs", x), const(inf))
+    return build("<", build("abs", x), const(inf))
+
+
+# --------------------------------------------------------------------------------------------- casts, identities, noise
+
+
+@reads("to", "type", "float", "half", "bfloat16", "double", "bool", "int", "long", "type_as", "short")
+def _to(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    source = tensor(args[0])
+    assert source is not None
+    return r.cast(r.read(args[0], index, node), source.dtype, _dtype(node))
+
+
+@reads("contiguous", "clone", "detach", "alias", "requires_grad_", "cuda", "cpu", "positive", "pos", "lift_fresh", "lift_fresh_copy", "expand_copy")
+def _identity(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    t = tensor(args[0])
+    if operation(node) == "detach" and t is not None and t.requires_grad:
+        raise Unreadable  # no gradient may flow back through it
+    return r.read(args[0], index, node)
+
+
+@reads("copy")
+def _copy(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    source = tensor(args[1])
+    assert source is not None
+    return r.cast(r.read(args[1], ix.broadcast(ix.shape_of(source), index), node), source.dtype, _dtype(node))
+
+
+@reads("dropout", "feature_dropout")
+def _dropout(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    p = argument(args, kwargs, 1, "p", default=0.5)
+    training = argument(args, kwargs, 2, "training", "train", default=True)
+    x = r.operand(args[0], index, node)
+    if training is False or (isinstance(p, (int, float)) and p == 0):
+        return x
+    if operation(node) != "dropout" or not isinstance(p, (int, float)) or training is not True or not r.depends(x):
+        raise Unreadable
+    # the generator is keyed by position, so the node only has to tell two dropouts apart
+    return Expr("dropout", (x,), (float(p), node))
+
+
+# ---------------------------------------------------------------------------------------------------- made from numbers
+
+
+@reads("arange")
+def _arange(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    start, step = (args[0], args[2] if len(args) > 2 else kwargs.get("step", 1)) if len(args) > 1 else (kwargs.get("start", 0), kwargs.get("step", 1))
+    if _dtype(node).is_floating_point:
+        first, by = (r.operand(x, (), node) for x in (start, step))
+        position = build("+", first, build("*", by, build("float", ix.to_expr(index[0]))))
+        return r.cast(position, torch.float32, _dtype(node)) if _dtype(node) in HALVES else position
+    first, by = (ix.from_expr(r.operand(x, (), node)) for x in (start, step))
+    if first is None or by is None:
+        raise Unreadable
+    return ix.to_expr(ix.sympy.expand(first + by * index[0]))
+
+
+@reads("zeros", "zeros_like", "new_zeros", "zero", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill", "tensor", "scalar_tensor", "as_tensor")
+def _full(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    name = operation(node)
+    dtype = _dtype(node)
+    if name.removeprefix("new_").startswith("zero"):
+        filler: Any = 0
+    elif name.removeprefix("new_").startswith("one"):
+        filler = 1
+    elif name in ("tensor", "scalar_tensor", "as_tensor"):
+        filler = args[0]
+        if isinstance(filler, (list, tuple)) or (t := tensor(filler)) is not None and t.dim():
+            raise Unreadable
+    else:
+        position = 2 if name == "new_full" else 1
+        filler = argument(args, kwargs, position, "fill_value", "value")
+    e = r.read(filler, (), node)
+    t = tensor(filler)
+    return r.cast(e, t.dtype if t is not None else type(value(filler)), dtype)
+
+
+@reads("tril", "triu")
+def _triangle(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    diagonal = r.read(argument(args, kwargs, 1, "diagonal", default=0), (), node)
+    x = r.read(args[0], index, node)
+    column, row = ix.to_expr(index[-1]), score.call("+", ix.to_expr(index[-2]), diagonal)
+    inside = _compare("<=" if operation(node) == "tril" else ">=", column, row)
+    zero = FALSE if _dtype(node) == torch.bool else const(0.0) if _dtype(node).is_floating_point else const(0)
+    return build("where", inside, x, zero)
+
+
+@reads("eye")
+def _eye(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    return r.cast(_compare("==", ix.to_expr(index[-2]), ix.to_expr(index[-1])), torch.bool, _dtype(node))
+
+
+@reads("outer", "ger")
+def _outer(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if not _dtype(node).is_floating_point:
+        raise Unreadable
+    x, y = (r.cast(r.read(t, (i,), node), _dtype(t), torch.float32, keep_float=True) for t, i in ((args[0], index[0]), (args[1], index[1])))
+    return build("*", x, y)
+
+
+# ----------------------------------------------------------------------------------------------- leaves: scores and after
+
+
+@reads("matmul", "bmm", "mm", "einsum", "inner", "linear")
+def _dot(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if operation(node) == "linear" and argument(args, kwargs, 2, "bias") is not None:
+        raise Unreadable
+    return Expr("dot", (), Dot(node, index))
+
+
+@reads("baddbmm", "addmm", "addbmm")
+def _baddbmm(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    if operation(node) == "addbmm":
+        raise Unreadable
+    beta, alpha = argument(args, kwargs, 3, "beta", default=1), argument(args, kwargs, 4, "alpha", default=1)
+    dot = build("*", r.operand(alpha, (), node), Expr("dot", (), Dot(node, index)))
+    if isinstance(beta, (int, float)) and beta == 0:
+        return dot
+    added = r.operand(args[0], index, node)
+    return build("+", added if isinstance(beta, (int, float)) and beta == 1 else build("*", r.operand(beta, (), node), added), dot)
+
+
+@reads("softmax", "_safe_softmax", "softmin")
+def _softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    name = operation(node)
+    dim = argument(args, kwargs, 1, "dim")
+    rank = len(index)
+    if dim is None:
+        dim = 0 if rank in (0, 1, 3) else 1
+    e = Expr("softmax", (), Softmax(args[0], positive_dim(dim, rank), index, node))
+    if name == "softmin":
+        raise Unreadable
+    return build("nan_to_num", e) if name == "_safe_softmax" else e
+
+
+@reads("log_softmax")
+def _log_softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    dim = argument(args, kwargs, 1, "dim")
+    if dim is None:
+        dim = 0 if len(index) in (0, 1, 3) else 1
+    d = positive_dim(dim, len(index))
+    at = tuple(ix.ZERO if k == d else i for k, i in enumerate(index))
+    return build("-", r.read(args[0], index, node), Expr("reduce", (), Reduce("logsumexp", args[0], (d,), at, node)))
+
+
+@reads("sum", "amax", "amin", "mean", "logsumexp", "std", "var", "prod")
+def _reduction(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    source = tensor(args[0])
+    assert source is not None
+    rank = source.dim()
+    dims = several(args[:2], kwargs, 1, "dim", "axis") or tuple(range(rank))
+    if dims == (None,):
+        dims = tuple(range(rank))
+    reduced = tuple(sorted(positive_dim(d, rank) for d in dims))
+    kept = iter(index)
+    keepdim = argument(args, kwargs, 2, "keepdim", default=False)
+    # the index of the source, with 0 at the reduced dims
+    at = tuple(next(kept) if d not in reduced else (next(kept), ix.ZERO)[1] if keepdim else ix.ZERO for d in range(rank))
+    shape = ix.shape_of(source)
+    inside = tuple(ix.axis("r", shape[d]) if d in reduced else i for d, i in enumerate(at))
+    if not r.depends(r.read(args[0], inside, node)):
+        raise Unreadable
+    return Expr("reduce", (), Reduce(operation(node), args[0], reduced, at, node))

@@ -1,0 +1,282 @@
+"""From what was read to the programs of the operator: which tensors are captured, and the canonical form of the masks.
+
+What does not depend on the scores is either computed inside the kernel or loaded from a tensor of the graph. Loaded is what
+varies along queries or keys alone (a vector costs less to load than to compute again), and what a kernel could round
+differently from torch where that would flip a decision. A masked score takes the form where(keep, x, fill).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from torchflash import score
+from torchflash.passes import index as ix
+from torchflash.passes.attention import Attention
+from torchflash.passes.graph import tensor
+from torchflash.passes.index import Index
+from torchflash.passes.reader import Reader
+from torchflash.passes.softmax import Failure
+from torchflash.score import Expr, build, const, name
+
+HEAVY = 12  # operations; more of them on indices alone are loaded where that costs a vector
+MASKED = -100.0  # a fill below this is worth skipping tiles for
+HUGE = 1e30  # no score is this large: adding one to a larger fill does not change the fill
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes it captures; the size symbols it is given."""
+
+    score: Expr
+    keep: Expr | None
+    fill: float
+    post: Expr
+    captures: tuple[Node, ...]
+    sizes: tuple[Index, ...]
+
+
+def programs(r: Reader, block: Attention) -> Programs | Failure:
+    """The programs of a proven block; a Failure when they exceed the limits of the score language."""
+    chooser = _Chooser(r, block)
+    try:
+        chosen = [chooser.choose(e) for e in (block.scores, block.post)]
+    except _MustLoad as e:
+        return Failure("unknown_op", f"a decision on a rounded value has no tensor to be loaded from: {e}", block.softmax)
+    axes = _axis_names(block)
+    body, post = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
+    keep, fill, body = masked_form(body)
+    nodes = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post)))
+    symbols = _sizes_in(body, post)
+    renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
+    targets = {n: f"t{i}" for i, n in enumerate(nodes)}
+    final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post)]
+    for n in nodes:
+        t = tensor(r.nodes[n])
+        if t is None or t.dtype.is_complex or t.layout is not torch.strided:
+            return Failure("dtype", f"the scores use {n}, which is {t.dtype if t is not None else 'no tensor'}", r.nodes[n])
+    too_large = score.check_limits(*(e for e in final if e is not None))
+    if too_large:
+        return Failure("too_complex", f"the score program has {too_large}", block.softmax)
+    assert final[0] is not None and final[2] is not None
+    return Programs(final[0], final[1], fill, final[2], tuple(r.nodes[n] for n in nodes), symbols)
+
+
+# --------------------------------------------------------------------------------------------------- load or compute
+
+
+class _MustLoad(Exception):
+    pass
+
+
+class _Chooser:
+    def __init__(self, r: Reader, block: Attention) -> None:
+        self.r = r
+        self.queries = frozenset(block.roles.queries)
+        self.keys = block.roles.keys
+        self.memo: dict[Expr, Expr] = {}
+
+    def choose(self, e: Expr) -> Expr:
+        if e.op in ("const", "name"):
+            return e
+        if e not in self.memo:
+            self.memo[e] = self._choose(e)
+        return self.memo[e]
+
+    def _choose(self, e: Expr) -> Expr:
+        if _scorelike(e):
+            return self._children(e)
+        if (cheaper := self._vector(e)) is not None:
+            return cheaper
+        try:
+            if _decides_on_rounding(e):
+                raise _MustLoad(str(e))
+            return self._children(e)
+        except _MustLoad:
+            if e not in self.r.origin:
+                raise
+            return self._load(min(self.r.origin[e], key=lambda o: len(self._axes(o[1]))))
+
+    def _children(self, e: Expr) -> Expr:
+        args = [self.choose(a) for a in e.args]
+        return score.load(e.value, args) if e.op == "load" else _rebuild(e.op, *args)
+
+    def _vector(self, e: Expr) -> Expr | None:
+        """A load of `e` from a tensor that does not vary along both queries and keys."""
+        inner = e.args if e.op == "load" else (e,)
+        if not any(score.loads(x) for x in inner) and len(score.topological(e)) <= HEAVY:
+            return None
+        found = [o for o in self.r.origin.get(e, ()) if not self._crosses(o[1]) and not any(score.loads(ix.to_expr(i)) for i in o[1])]
+        return self._load(min(found, key=lambda o: len(self._axes(o[1])))) if found else None
+
+    def _load(self, origin: tuple[Node, tuple[Index, ...]]) -> Expr:
+        return self.r.load(*origin)
+
+    def _axes(self, index: Sequence[Index]) -> frozenset[Index]:
+        return frozenset().union(*(ix.axes(i) for i in index))
+
+    def _crosses(self, index: Sequence[Index]) -> bool:
+        axes = self._axes(index)
+        return self.keys in axes and bool(axes & self.queries)
+
+
+@functools.lru_cache(maxsize=65536)
+def _scorelike(e: Expr) -> bool:
+    return bool(score.names(e) & {"s", "p"})
+
+
+def _decides_on_rounding(e: Expr) -> bool:
+    """A comparison or truncation of a computed float, which another order of operations could decide differently."""
+    if e.op in score.COMPARE or e.op in ("int", "floor", "ceil", "trunc", "round", "sign", "//", "%"):
+        return any(_rounded(a) for a in e.args)
+    return False
+
+
+@functools.lru_cache(maxsize=65536)
+def _rounded(e: Expr) -> bool:
+    """A float that is computed by rounding: not loaded, not a constant, not integers in float."""
+    if e.op in ("const", "name", "load", "half", "bfloat16", "int", "isnan", "bool") or e.op in score.COMPARE:
+        return False
+    if e.op == "float":
+        return _rounded(e.args[0])
+    if e.op in ("where", "neg", "abs", "minimum", "maximum", "~", "&", "|", "^", "floor", "ceil", "trunc", "round", "sign", "nan_to_num"):
+        return any(map(_rounded, e.args))
+    if e.op in ("+", "-", "*"):
+        return not (score.is_int(e) or all(map(_integral, e.args)))
+    return not score.is_int(e)
+
+
+def _integral(e: Expr) -> bool:
+    """Integers, perhaps held in floats."""
+    if e.op == "const":
+        return math.isfinite(e.value) and float(e.value).is_integer()
+    if score.is_int(e):
+        return True
+    if e.op == "float":
+        return score.is_int(e.args[0]) or _integral(e.args[0])
+    return e.op in ("+", "-", "*", "neg", "where") and all(map(_integral, e.args[1:] if e.op == "where" else e.args))
+
+
+# ---------------------------------------------------------------------------------------------------------- naming
+
+
+def _axis_names(block: Attention) -> dict[Index, Expr]:
+    """Every axis of the block in terms of b, h, m, n, and the sizes of folded axes."""
+    roles = block.roles
+    found: dict[Index, Expr] = {roles.keys: name("n") if ix.axis_size(roles.keys) != 1 else const(0)}
+    for group, variable in ((roles.batch, "b"), (roles.heads, "h"), (roles.queries, "m")):
+        sizes = [ix.axis_size(a) for a in group]
+        index = tuple(ix.axis(f"{variable}*", functools.reduce(operator.mul, sizes, ix.ONE)) for _ in (0,))
+        parts = ix.reshape(tuple(sizes), (ix.axis_size(index[0]),), index) if group else ()
+        for a, part in zip(group, parts, strict=True):
+            e = ix.to_expr(part) if ix.axis_size(a) != 1 else const(0)
+            found[a] = score.substitute(e, {name(index[0].name): name(variable)})
+    return found
+
+
+def _rebuild(op: str, *args: Expr) -> Expr:
+    """Builds again, folding comparisons and divisions of indices as far as they go without ranges."""
+    return build(op, *args)
+
+
+def _sizes_in(*exprs: Expr) -> tuple[Index, ...]:
+    own = score.INDEX_NAMES | {"s", "p", "g"}
+    found = dict.fromkeys(e.value for e in score.topological(*exprs) if e.op == "name" and e.value not in own)
+    return tuple(s for text in found if (s := ix.symbol(text)) is not None)
+
+
+def _retarget(e: Expr, renamed: dict[Expr, Expr], targets: dict[str, str]) -> Expr:
+    memo = dict(renamed)
+    for x in score.topological(e):
+        if x not in memo:
+            args = [memo[a] for a in x.args]
+            memo[x] = score.load(targets[x.value[1:]], args) if x.op == "load" else x if not args else score.call(x.op, *args)
+    return memo[e]
+
+
+# ------------------------------------------------------------------------------------------------------------ masks
+
+
+def masked_form(e: Expr) -> tuple[Expr | None, float, Expr]:
+    """(keep, fill, e as where(keep, x, fill)); keep is None where nothing is provably masked by position.
+
+    0.125 * s + where(n <= m, 0.0, -inf)  ->  where(n <= m, 0.125 * s, -inf)
+    """
+    lifted = _lift(e)
+    if lifted is None:
+        return None, 0.0, e
+    keep, x, fill = lifted
+    e = build("where", keep, x, const(fill))
+    positional = any(c.op in score.COMPARE and all(map(score.is_int, c.args)) for c in score.topological(keep))
+    return (keep if positional and fill <= MASKED else None), (fill if positional and fill <= MASKED else 0.0), e
+
+
+def _lift(e: Expr) -> tuple[Expr, Expr, float] | None:
+    match e.op:
+        case "where":
+            c, a, b = e.args
+            if a.op == "const" and (b.op != "const" or a.value < b.value):
+                c, a, b = build("~", c), b, a
+            if b.op != "const" or isinstance(b.value, bool):
+                return None
+            fill = float(b.value)
+            inner = _lift(a)
+            if inner is not None and inner[2] == fill:
+                return build("&", c, inner[0]), inner[1], fill
+            return c, a, fill
+        case "+" | "-":
+            a, b = e.args
+            for first in (True, False):
+                lifted = _lift(a if first else b)
+                if lifted is None:
+                    continue
+                keep, x, fill = lifted
+                other = b if first else a
+                sign = -1.0 if e.op == "-" and not first else 1.0
+                if sign * fill == -math.inf or (sign * fill <= -HUGE and _moderate(other)):
+                    rest = build(e.op, x, other) if first else build(e.op, other, x)
+                    inner = _lift(rest)
+                    if inner is not None and inner[2] == sign * fill:
+                        return build("&", keep, inner[0]), inner[1], inner[2]
+                    return keep, rest, sign * fill
+        case "*":
+            a, b = e.args
+            if a.op == "const" and a.value > 0 and (lifted := _lift(b)) is not None:
+                keep, x, fill = lifted
+                return keep, build("*", a, x), float(a.value * fill)
+        case "float":
+            return _lift(e.args[0])
+    return None
+
+
+def _moderate(e: Expr) -> bool:
+    """Far smaller than HUGE: made from scores and ordinary numbers. A loaded float may be another mask."""
+    for x in score.topological(e):
+        if x.op == "const" and abs(x.value) >= HUGE:
+            return False
+        if x.op in ("load", "exp", "/", "**", "log", "expm1", "rsqrt") and x.op != "load":
+            return False
+        if x.op == "load" and not _inside_condition(e, x):
+            return False
+    return True
+
+
+def _inside_condition(e: Expr, target: Expr) -> bool:
+    """Whether `target` only decides (in a comparison or as a condition) and is never part of the value."""
+
+    def valued(x: Expr) -> bool:
+        if x is target:
+            return True
+        if x.op in score.COMPARE or x.op in ("&", "|", "~", "load", "bool", "isnan"):
+            return False
+        return any(valued(a) for a in (x.args[1:] if x.op == "where" else x.args))
+
+    return not valued(e)
+
+

@@ -1,0 +1,211 @@
+"""Reads what a tensor of the graph holds at one symbolic index, as an expression of the score language.
+
+`Reader.read(node, index)` walks up from `node` through everything that is elementwise, a view, or made from indices, and stops
+at what it does not know: that becomes a *load* of the tensor at an index, which is always right. Three kinds of leaves
+mark what depends on the scores, each holding the node and the index it is read at:
+
+    Dot      a contraction of two tensors            (read further by `passes.contraction`)
+    Reduce   a reduction of something score-like     (read further by `passes.softmax`)
+    Softmax  a softmax in one call                   (likewise)
+
+Operations are in `passes.pointwise` and `passes.views`, one small handler each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torchflash import score
+from torchflash.passes import index as ix
+from torchflash.passes.graph import operation, tensor, value
+from torchflash.passes.index import Index
+from torchflash.passes.mutation import Versions
+from torchflash.score import Expr, build
+
+Indices = tuple[Index, ...]
+Handler = Callable[["Reader", Node, tuple[Any, ...], dict[str, Any], Indices], Expr]
+HANDLERS: dict[str, Handler] = {}
+
+SMALL_INTS = frozenset((torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64))
+HALVES = {torch.float16: "half", torch.bfloat16: "bfloat16"}
+
+
+class Unreadable(Exception):
+    """This node cannot be read through; the reader loads it instead."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A contraction read at an index of its result."""
+
+    node: Node
+    index: Indices
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """`op` of `node` over the dims in `dims`; `index` has 0 in their place."""
+
+    op: str
+    node: Node
+    dims: tuple[int, ...]
+    index: Indices
+    user: Node
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """softmax of `node` over `dim`, read at `index`; `call` is the softmax itself."""
+
+    node: Node
+    dim: int
+    index: Indices
+    call: Node
+
+
+def reads(*names: str) -> Callable[[Handler], Handler]:
+    """Registers the handler of an operation under its canonical names."""
+
+    def register(f: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, f))
+        return f
+
+    return register
+
+
+class Reader:
+    """Reads one graph. `origin` remembers at which (node, index) pairs an expression was found: it can be loaded from there."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.versions = Versions(graph)
+        self.nodes: dict[str, Node] = {}  # loads' names -> nodes
+        self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}
+        self._memo: dict[tuple[Node, Indices], Expr] = {}
+        self._dependent: dict[Expr, bool] = {}
+
+    def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.versions.arguments(node)
+
+    def read(self, x: Any, index: Indices, user: Node | None = None) -> Expr:
+        """The value at `index` of an argument of `user`: a node, or a number."""
+        if not isinstance(x, Node):
+            return self.number(x)
+        if tensor(x) is None:
+            return self.scalar(x)
+        key = (x, index)
+        if key in self._memo:
+            return self._memo[key]
+        if user is not None and self.versions.stale(x, user):
+            return self.load(x, index)
+        e = self._read(x, index)
+        self._memo[key] = e
+        if e.args and not self.depends(e):
+            self.origin.setdefault(e, []).append(key)
+        return e
+
+    def _read(self, x: Node, index: Indices) -> Expr:
+        handler = HANDLERS.get(operation(x))
+        if handler is None:
+            return self.load(x, index)
+        args, kwargs = self.arguments(x)
+        try:
+            return handler(self, x, args, kwargs, index)
+        except (Unreadable, ix.NotInteger):
+            return self.load(x, index)
+
+    def load(self, x: Node, index: Indices) -> Expr:
+        """The tensor itself, at an index."""
+        self.nodes[x.name] = x
+        return score.load(f"%{x.name}", [ix.to_expr(i) for i in index])
+
+    def number(self, x: Any) -> Expr:
+        if isinstance(x, (bool, int, float)):
+            return score.const(x)
+        if isinstance(x, torch.SymInt):
+            return ix.to_expr(ix.size_of(x))
+        raise Unreadable
+
+    def scalar(self, x: Node) -> Expr:
+        """A number the graph computes (sizes, and floats made from them)."""
+        v = value(x)
+        if isinstance(v, (bool, int, float)):
+            return score.const(v)
+        if isinstance(v, torch.SymInt):
+            return ix.to_expr(ix.size_of(v))
+        if not isinstance(v, torch.SymFloat):
+            raise Unreadable
+        args, _ = self.arguments(x)
+        text = getattr(x.target, "__name__", str(x.target))
+        known = {"truediv": "/", "mul": "*", "add": "+", "sub": "-", "pow": "**"}
+        if text in known:
+            a, b = (self._float_scalar(a) for a in args)
+            return build(known[text], a, b)
+        if text == "neg":
+            return build("neg", self._float_scalar(args[0]))
+        if text in ("_sym_sqrt", "sym_sqrt", "sqrt"):
+            return build("sqrt", self._float_scalar(args[0]))
+        if text in ("sym_float", "float"):
+            return self._float_scalar(args[0])
+        if text == "item" and (t := tensor(args[0])) is not None and t.dtype.is_floating_point:
+            return self.read(args[0], (ix.ZERO,) * t.dim(), x)
+        return score.const(float(v))  # specialises, with a guard
+
+    def _float_scalar(self, x: Any) -> Expr:
+        return build("float", self.read(x, ()) if isinstance(x, Node) else self.number(x))
+
+    def depends(self, e: Expr) -> bool:
+        """Whether an expression depends on scores (has one of the three leaves)."""
+        if e not in self._dependent:
+            for x in score.topological(e):
+                if x not in self._dependent:
+                    self._dependent[x] = x.op in ("dot", "reduce", "softmax") or any(self._dependent[a] for a in x.args)
+        return self._dependent[e]
+
+    # ---------------------------------------------------------------------------------------------- operands, casts
+
+    def operand(self, x: Any, index: Indices, node: Node, as_float: bool | None = None) -> Expr:
+        """An operand of the elementwise `node` at `index` of its result, as a number: bools count as 0 and 1."""
+        result = tensor(node)
+        if as_float is None:
+            as_float = result is not None and result.dtype.is_floating_point
+        t = tensor(x)
+        e = self.read(x, ix.broadcast(ix.shape_of(t), index) if t is not None else (), node)
+        return self.cast(e, t.dtype if t is not None else type(value(x)), torch.float32 if as_float else torch.int64, keep_float=True)
+
+    def cast(self, e: Expr, source: Any, target: torch.dtype, keep_float: bool = False) -> Expr:
+        """`e` of dtype (or Python type) `source` converted to `target`. Rounding to a half type is kept, except where the value
+        depends on the scores: those stay in float32, which is more accurate than what eager does."""
+        if target.is_complex:
+            raise Unreadable
+        floating = source is float or source is torch.SymFloat or (isinstance(source, torch.dtype) and source.is_floating_point)
+        boolean = source in (bool, torch.bool)
+        if keep_float and floating:
+            return e
+        if target == torch.bool:
+            return e if boolean else build("!=", e, score.const(0.0 if floating else 0))
+        if target.is_floating_point:
+            if boolean:
+                e = build("where", e, score.const(1.0), score.const(0.0))
+            elif not floating:
+                e = build("float", e)
+            if target in HALVES and source != target and not self.depends(e):
+                e = build(HALVES[target], e)
+            return e
+        if boolean:
+            return build("where", e, score.const(1), score.const(0))
+        if target in SMALL_INTS and source != target:
+            raise Unreadable
+        return build("int", e) if floating else e
+
+
+def positive_dim(dim: Any, rank: int) -> int:
+    """A dim counted from the front; Unreadable when it is not a plain number."""
+    if not isinstance(dim, int):
+        raise Unreadable
+    return dim % max(rank, 1)
+

@@ -1,0 +1,302 @@
+"""Puts the operator in the place of a proven block, after checking that it gives what the block gave.
+
+    s = q @ k.transpose(-2, -1)                    q' = q, k' = k, v' = v viewed as [B, H, M, D]
+    p = softmax(s * 0.125, -1)             ->      o  = torchflash.attention(q', k', v', …)[0]
+    o = p @ v
+
+Every node is emitted with its fake value. When the result differs from the root's in shape, dtype or stride, the emitted nodes are
+erased and the block is skipped. A layout in memory other than the root's is used only where nobody can see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from torchflash.passes import index as ix
+from torchflash.passes.attention import Attention, Operand
+from torchflash.passes.graph import operation, tensor, value
+from torchflash.passes.index import Index
+from torchflash.passes.program import Programs
+from torchflash.passes.softmax import Failure
+
+
+class Emitter:
+    """Adds nodes before `at`, each with the fake value it has; `undo` takes them all away again."""
+
+    def __init__(self, graph: Graph, at: Node) -> None:
+        self.graph, self.at = graph, at
+        self.nodes: list[Node] = []
+        result = tensor(at)
+        assert result is not None
+        self.key = "example_value" if "example_value" in at.meta else "val"
+        self.mode = result.fake_mode if isinstance(result, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
+
+    def emit(self, f: Callable[..., Any], *args: Any) -> Node:
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(f, args)
+        self.nodes.append(node)
+        with self.mode, torch.set_grad_enabled(torch.is_grad_enabled()):
+            fake = f(*map_arg(args, value))
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self.at.meta:
+                node.meta[key] = self.at.meta[key]
+        node.meta[self.key] = fake
+        return node
+
+    def undo(self) -> None:
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+        self.nodes.clear()
+
+
+def replace(graph: Graph, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node] | Failure:
+    """Emits the operator before the root of `block`, and the views around it; returns its node and the node that has the root's
+    value. The root itself stays until the caller redirects its users."""
+    out = Emitter(graph, block.root)
+    try:
+        operator_, node = _emit(out, block, programs, layout)
+    except Exception as e:  # a replacement that cannot be built leaves the graph alone
+        out.undo()
+        return Failure("mismatch", f"the replacement could not be built: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", block.root)
+    expected, got = tensor(block.root), tensor(node)
+    assert expected is not None and got is not None
+    for what, a, b in (
+        ("shape", tuple(expected.shape), tuple(got.shape)),
+        ("dtype", expected.dtype, got.dtype),
+        ("device", expected.device, got.device),
+    ):
+        if not _same(a, b):
+            out.undo()
+            return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", block.root)
+    return operator_, node
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)  # of symbolic sizes: with a guard
+
+
+def _emit(out: Emitter, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node]:
+    roles = block.roles
+    q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
+    k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), block.qk_dtype)
+    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype)
+    device = tensor(block.root).device  # type: ignore[union-attr]
+    captures = [_capture(out, c, device) for c in programs.captures]
+    sizes = [_size(out, s) for s in programs.sizes]
+    seed = None
+    if block.dropout_p:
+        seed = out.emit(_draw_seed, device)
+    arguments = (q, k, v, captures, sizes, str(programs.score), "" if programs.keep is None else str(programs.keep), programs.fill,
+                 str(programs.post), block.dropout_p, seed, layout)  # fmt: skip
+    both = out.emit(torch.ops.torchflash.attention.default, *arguments)
+    node = out.emit(operator.getitem, both, 0)
+    return both, _result(out, node, block, layout)
+
+
+def _draw_seed(device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
+
+
+def _shape_argument(out: Emitter, sizes: Sequence[Index]) -> list[Any]:
+    return [_size(out, s) for s in sizes]
+
+
+def _size(out: Emitter, size: Index) -> Any:
+    """A size as a number, or as a node of the graph that computes it."""
+    if size.is_Integer:
+        return int(size)
+    if size.is_Symbol:
+        return _symbol(out, size)
+    parts = [_size(out, a) for a in size.args]
+    if size.is_Add:
+        return functools.reduce(lambda a, b: out.emit(operator.add, a, b), parts)
+    if size.is_Mul:
+        return functools.reduce(lambda a, b: out.emit(operator.mul, a, b), parts)
+    if isinstance(size, ix.FloorDiv):
+        return out.emit(operator.floordiv, *parts)
+    if isinstance(size, ix.PythonMod):
+        return out.emit(operator.mod, *parts)
+    raise ValueError(f"no node computes the size {size}")
+
+
+def _symbol(out: Emitter, symbol: Index) -> Node:
+    for node in out.graph.nodes:
+        if node is out.at:
+            break
+        v = value(node)
+        if isinstance(v, torch.SymInt) and ix.size_of(v) == symbol:
+            return node
+    for node in out.graph.nodes:
+        if node is out.at:
+            break
+        if (t := tensor(node)) is not None:
+            for d, s in enumerate(t.shape):
+                if isinstance(s, torch.SymInt) and ix.size_of(s) == symbol:
+                    return out.emit(torch.ops.aten.sym_size.int, node, d)
+    raise ValueError(f"no tensor of the graph has the size {symbol}")
+
+
+def _operand(out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype: torch.dtype, expand: bool = False) -> Node:
+    """`o` as [batch, heads, rows, columns]: its dims permuted, missing axes inserted, groups of axes folded.
+
+    Heads that are grouped (axis // g) or missing at the end of the heads stay so, unless `expand`; other missing axes are expanded.
+    """
+    node, index = o.node, list(o.index)
+    t = tensor(node)
+    assert t is not None
+    if t.dtype != dtype:
+        node = out.emit(torch.Tensor.to, node, dtype)
+    at = {}
+    for d, i in enumerate(index):
+        at[i.args[0] if isinstance(i, ix.FloorDiv) else i] = d
+    shape = ix.shape_of(t)
+    # dims that are indexed by a constant hold one element
+    singles = [d for d, i in enumerate(index) if i == 0]
+    order: list[int] = []
+    sizes: list[list[Index]] = []
+    expanded = False
+    for g, group in enumerate(groups):
+        present = [a in at for a in group]
+        trailing = len(group) - next((k for k, p in enumerate(reversed(present)) if p), len(group))
+        here: list[Index] = []
+        for k, a in enumerate(group):
+            if a in at:
+                order.append(at[a])
+                here.append(shape[at[a]])
+            elif g == 1 and not expand and k >= trailing:
+                continue  # a head that this operand lacks at the end: grouped
+            elif ix.axis_size(a) == 1:
+                continue
+            else:
+                order.append(-1)
+                here.append(ix.axis_size(a))
+                expanded = True
+        sizes.append(here)
+    permuted = [d for d in order if d >= 0] + singles
+    if permuted != list(range(len(index))):
+        node = out.emit(torch.Tensor.permute, node, permuted)
+    if singles:
+        flat = [shape[d] for d in order if d >= 0]
+        node = out.emit(torch.Tensor.reshape, node, _shape_argument(out, flat))
+    if expanded:
+        for position, d in enumerate(order):
+            if d < 0:
+                node = out.emit(torch.Tensor.unsqueeze, node, position)
+        node = out.emit(torch.Tensor.expand, node, _shape_argument(out, [s for here in sizes for s in here]))
+    return _fold(out, node, sizes)
+
+
+def _fold(out: Emitter, node: Node, sizes: Sequence[Sequence[Index]]) -> Node:
+    if all(len(here) == 1 for here in sizes):
+        return node
+    folded = [functools.reduce(operator.mul, here, ix.ONE) for here in sizes]
+    missing = [k for k, here in enumerate(sizes) if not here]
+    if all(len(here) <= 1 for here in sizes):
+        for k in missing:
+            node = out.emit(torch.Tensor.unsqueeze, node, k)
+        return node
+    return out.emit(torch.Tensor.reshape, node, _shape_argument(out, folded))
+
+
+def _capture(out: Emitter, node: Node, device: torch.device) -> Node:
+    t = tensor(node)
+    assert t is not None
+    if t.device != device:
+        node = out.emit(torch.Tensor.to, node, device)
+    if t.dtype == torch.float64:
+        node = out.emit(torch.Tensor.to, node, torch.float32)
+    return node
+
+
+def _result(out: Emitter, node: Node, block: Attention, layout: str) -> Node:
+    """[B, H, M, Dv] back to the axes of the root, in the root's dtype and, where it can be seen, the root's strides."""
+    roles = block.roles
+    axes = [*roles.batch, *roles.heads, *roles.queries, *roles.columns]
+    root = tensor(block.root)
+    assert root is not None
+    if any(len(g) != 1 for g in (roles.batch, roles.heads, roles.queries, roles.columns)):
+        node = _unfold(out, node, (roles.batch, roles.heads, roles.queries, roles.columns), layout)
+    order = [axes.index(a) for a in block.index]
+    if order != list(range(len(axes))):
+        node = out.emit(torch.Tensor.permute, node, order)
+    got = tensor(node)
+    assert got is not None
+    if got.dtype != root.dtype:
+        node = out.emit(torch.Tensor.to, node, root.dtype)
+    got = tensor(node)
+    assert got is not None
+    if not same_strides(root, got) and not strides_unseen(block.root):
+        by_stride = sorted(range(root.dim()), key=lambda d: -_hint(root.stride(d)))
+        node = out.emit(torch.Tensor.permute, node, by_stride)
+        node = out.emit(torch.Tensor.contiguous, node)
+        node = out.emit(torch.Tensor.permute, node, [by_stride.index(d) for d in range(root.dim())])
+    return node
+
+
+def _unfold(out: Emitter, node: Node, groups: Sequence[Sequence[Index]], layout: str) -> Node:
+    """Splits the folded dims again. Memory order [B, M, H, Dv] is split in that order, so that it stays a view."""
+    sizes = [[ix.axis_size(a) for a in g] for g in groups]
+    if layout == "bmhd":
+        node = out.emit(torch.Tensor.transpose, node, 1, 2)
+        node = out.emit(torch.Tensor.reshape, node, _shape_argument(out, sizes[0] + sizes[2] + sizes[1] + sizes[3]))
+        b, h, m, c = map(len, sizes)
+        order = [*range(b), *range(b + m, b + m + h), *range(b, b + m), *range(b + h + m, b + h + m + c)]
+        return out.emit(torch.Tensor.permute, node, order)
+    return out.emit(torch.Tensor.reshape, node, _shape_argument(out, [s for here in sizes for s in here]))
+
+
+def _hint(s: Any) -> int:
+    if isinstance(s, torch.SymInt):
+        return int(s.node.hint) if s.node.has_hint() else 1 << 30
+    return int(s)
+
+
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal strides wherever a dim has more than one element."""
+    return all(_same(s, t) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if _hint(n) != 1)
+
+
+def strides_unseen(root: Node) -> bool:
+    """Whether every user of `root` gives the same for any strides: it copies, or is elementwise or a contraction. Views pass the question on."""
+    for user in root.users:
+        name = operation(user)
+        if name in ("transpose", "permute", "getattr", "unsqueeze", "movedim", "t"):
+            if not strides_unseen(user):
+                return False
+        elif name in ("reshape", "flatten", "linear", "matmul", "bmm", "mm", "contiguous") and user.op.startswith("call"):
+            # a reshape gives a view or a copy; what follows sees a difference only through view() or strides
+            if name in ("reshape", "flatten") and not strides_unseen(user):
+                return False
+        elif name in ("view",):
+            return False
+        elif name not in ("add", "mul", "sub", "div", "to"):
+            return False
+        elif not strides_unseen(user):
+            return False
+    return bool(root.users)
+
+
+def choose_layout(block: Attention) -> str:
+    """"bmhd" where the heads are put behind the queries afterwards (so that this is free), "bhmd" otherwise."""
+    root = tensor(block.root)
+    assert root is not None
+    if strides_unseen(block.root):
+        for user in block.root.users:
+            if operation(user) in ("transpose", "permute", "movedim"):
+                return "bmhd"
+    roles = block.roles
+    wanted = (*roles.batch, *roles.queries, *roles.heads, *roles.columns)
+    by_stride = sorted(range(root.dim()), key=lambda d: (-_hint(root.stride(d)), d))
+    if len(roles.queries) and tuple(block.index[d] for d in by_stride) == wanted and roles.heads:
+        return "bmhd"
+    return "bhmd"

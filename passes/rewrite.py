@@ -1,0 +1,265 @@
+"""The pass: every attention block of a graph, and of the graph modules inside it, becomes one call of the operator.
+
+Candidates are the contractions whose operand may hold probabilities. Each is proven or not; of those proven, the blocks whose scores
+nothing else needs are rewritten. A block whose scores stay alive would create them anyway, so it is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+import torchflash.kernels  # noqa: F401  (registers the operator)
+from torchflash.passes import index as ix
+from torchflash.passes.attention import CASTS, Attention, prove
+from torchflash.passes.contraction import CONTRACTIONS
+from torchflash.passes.graph import in_place_target, operation, tensor
+from torchflash.passes.program import Programs, programs
+from torchflash.passes.reader import HANDLERS, Reader
+from torchflash.passes.replace import choose_layout, replace
+from torchflash.passes.softmax import Failure
+from torchflash.passes.views import VIEWS
+from torchflash.report import Rewritten, Skipped, bytes_of_scores, dims, locate
+
+log = logging.getLogger(__name__)
+
+ANCHORS = frozenset(("softmax", "_safe_softmax", "log_softmax"))
+
+
+@dataclass
+class _Candidate:
+    block: Attention
+    programs: Programs
+    chain: frozenset[Node]
+
+
+def rewrite_graph(gm: GraphModule, options: Any = None) -> list[Rewritten | Skipped]:
+    """Rewrites `gm` in place, nested graph modules included. Returns a record for each block rewritten and each softmax left alone, in the
+    order of the graph. Never raises for a graph it does not understand: that is a Skipped with code `internal`."""
+    records: list[Rewritten | Skipped] = []
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            records += _rewrite_one(module)
+    return records
+
+
+def _rewrite_one(gm: GraphModule) -> list[Rewritten | Skipped]:
+    names = [operation(n) for n in gm.graph.nodes]
+    if not any(n in CONTRACTIONS for n in names) or not (ANCHORS & set(names) or "exp" in names):
+        return [_skip(n, Failure("no_values", "the graph contracts nothing")) for n in gm.graph.nodes if operation(n) in ANCHORS]
+    try:
+        reader = Reader(gm.graph)
+        probabilities = _probabilities(reader, gm)
+        candidates, failures = _candidates(reader, gm, probabilities)
+        return _apply(reader, gm, candidates, failures)
+    except Exception as e:
+        log.exception("torchflash: internal error, graph left alone")
+        failure = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+        return [_skip(n, failure) for n in gm.graph.nodes if operation(n) in ANCHORS]
+
+
+def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
+    """Nodes that may hold probabilities: what follows a softmax or an exponential by operations the reader knows."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        name = operation(node)
+        if name in ANCHORS or name in ("exp", "exp2"):
+            found.add(node)
+        elif name in HANDLERS and name not in CONTRACTIONS:
+            args, kwargs = r.arguments(node)
+            if any(isinstance(a, Node) and a in found for a in (*args, *kwargs.values())):
+                found.add(node)
+    return frozenset(found)
+
+
+def _candidates(r: Reader, gm: GraphModule, probabilities: frozenset[Node]) -> tuple[list[_Candidate], dict[Node, Failure]]:
+    candidates: list[_Candidate] = []
+    failures: dict[Node, Failure] = {}  # softmax -> why
+    for root in gm.graph.nodes:
+        if not _may_end_a_block(r, root, probabilities):
+            continue
+        block = prove(r, root, probabilities)
+        if isinstance(block, Attention):
+            found = programs(r, block)
+            if not isinstance(found, Failure):
+                written = _written_since(r, block, found)
+                if written is None:
+                    candidates.append(_Candidate(block, found, _chain(r, block)))
+                    continue
+                found = written
+            block = found
+        if isinstance(block, Failure):
+            for anchor in _anchors_before(r, root, probabilities):
+                failures.setdefault(anchor, block)
+    return candidates, failures
+
+
+def _may_end_a_block(r: Reader, node: Node, probabilities: frozenset[Node]) -> bool:
+    t = tensor(node)
+    if t is None or not t.dtype.is_floating_point:
+        return False
+    name = operation(node)
+    args, _ = r.arguments(node)
+    if name in CONTRACTIONS:
+        flat = [a for x in args for a in (x if isinstance(x, (tuple, list)) else (x,))]
+        return any(isinstance(a, Node) and a in probabilities for a in flat)
+    if name == "div" and len(args) > 1:
+        # (exp(x) @ v) / Σ exp(x)
+        node = args[0]
+        while isinstance(node, Node) and (operation(node) in CASTS or operation(node) in VIEWS):
+            node = r.arguments(node)[0][0]
+        return isinstance(node, Node) and operation(node) in CONTRACTIONS and _may_end_a_block(r, node, probabilities)
+    return False
+
+
+def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> list[Node]:
+    """The softmaxes that `root` contracts with something; where there is none in one call, the exponential of the one by hand."""
+    seen: set[Node] = set()
+    queue = list(root.all_input_nodes)
+    calls, exponentials = [], []
+    while queue:
+        node = queue.pop(0)
+        if node in seen or node not in probabilities:
+            continue
+        seen.add(node)
+        if operation(node) in ANCHORS:
+            calls.append(node)
+        elif operation(node) in ("exp", "exp2"):
+            exponentials.append(node)
+        args, kwargs = r.arguments(node)
+        queue += [a for a in (*args, *kwargs.values()) if isinstance(a, Node)]
+    return calls or exponentials[:1]
+
+
+def _chain(r: Reader, block: Attention) -> frozenset[Node]:
+    """What lies between the two contractions, the first included: the nodes that hold scores or weights."""
+    after: set[Node] = {block.first}
+    order = r.versions.order
+    for node in sorted(order, key=order.__getitem__)[order[block.first] + 1 : order[block.root]]:
+        args, kwargs = r.arguments(node)
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(a, Node) and a in after for a in flat):
+            after.add(node)
+    before: set[Node] = set()
+    stack = [block.root]
+    while stack:
+        args, kwargs = r.arguments(stack.pop())
+        for a in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(a, Node) and a in after and a not in before:
+                before.add(a)
+                stack.append(a)
+    return frozenset(before)
+
+
+def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | None:
+    """The operator runs where the block ended: what it reads must still hold what the block read."""
+    for node, user in ((block.q.node, block.q.user), (block.k.node, block.k.user), (block.v.node, block.v.user), *((c, c) for c in found.captures)):
+        if r.versions.written_between(node, user, block.root):
+            return Failure("mutation", f"{node.name} is written in place between its use and the end of the block", node)
+    return None
+
+
+def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure]) -> list[Rewritten | Skipped]:
+    while True:
+        alive = _alive(r, gm, candidates)
+        needed = [(c, users) for c in candidates if (users := _outside_users(r, c, alive))]
+        if not needed:
+            break
+        for c, users in needed:
+            candidates.remove(c)
+            user = users[0]
+            what = "returned" if user.op == "output" else f"used by {user.name}"
+            failures[c.block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
+    order = r.versions.order
+    records: list[tuple[int, Rewritten | Skipped]] = []
+    done: set[Node] = set()
+    for c in candidates:
+        replaced = replace(gm.graph, c.block, c.programs, choose_layout(c.block))
+        if isinstance(replaced, Failure):
+            failures[c.block.softmax] = replaced
+            continue
+        operator_, node = replaced
+        c.block.root.replace_all_uses_with(node)
+        done |= c.chain | {c.block.softmax}
+        records.append((order[c.block.root], _rewritten(c, operator_)))
+    _erase_dead(r, gm, {c.block.root for c in candidates if c.block.softmax not in failures})
+    for node in order:
+        if node in failures and node not in done or (operation(node) in ANCHORS and node not in done):
+            records.append((order[node], _skip(node, failures.get(node) or Failure("no_values", "the result is not contracted with values", node))))
+    if candidates:
+        gm.graph.lint()
+        gm.recompile()
+    return [x for _, x in sorted(records, key=lambda x: x[0])]
+
+
+def _alive(r: Reader, gm: GraphModule, candidates: list[_Candidate]) -> set[Node]:
+    """The nodes that are still needed once every candidate is rewritten."""
+    inputs = {c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *c.programs.captures] for c in candidates}
+    stack = [n for n in gm.graph.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
+    alive: set[Node] = set()
+    while stack:
+        n = stack.pop()
+        if n in alive:
+            continue
+        alive.add(n)
+        if n in inputs:
+            stack += inputs[n]
+        else:
+            args, kwargs = r.arguments(n)
+            stack += [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Node)] + n.all_input_nodes
+    return alive
+
+
+def _effects(r: Reader, n: Node) -> bool:
+    if n in r.versions.harmless:
+        return False
+    return in_place_target(n) is not None or n.is_impure()
+
+
+def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:
+    """Who keeps a node of the chain alive."""
+    kept = c.chain & alive
+    if not kept:
+        return []
+    users = [u for n in kept for u in n.users if u in alive and u not in c.chain and u is not c.block.root]
+    users = users or [u for u in alive if any(a in kept for a in u.all_input_nodes) and u not in c.chain] or list(kept)
+    return sorted(users, key=r.versions.order.__getitem__)
+
+
+def _erase_dead(r: Reader, gm: GraphModule, roots: set[Node]) -> None:
+    """Removes the rewritten blocks, and what only they used."""
+    pending = set(roots)
+    for node in reversed(list(gm.graph.nodes)):
+        if node in pending and not node.users and node in r.versions.order and not (_effects(r, node) or node.op in ("placeholder", "output")):
+            pending |= set(node.all_input_nodes)
+            gm.graph.erase_node(node)
+
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+
+def _rewritten(c: _Candidate, operator_: Node) -> Rewritten:
+    block, p = c.block, c.programs
+    q, k, v = (dims(tensor(a)) for a in operator_.args[:3])  # type: ignore[arg-type]
+    itemsize = torch.empty((), dtype=block.qk_dtype).element_size()
+    return Rewritten(
+        **locate(block.softmax),
+        score=str(p.score),
+        keep="" if p.keep is None else str(p.keep),
+        post=str(p.post),
+        dropout_p=block.dropout_p,
+        q=q,
+        k=k,
+        v=v,
+        dtype=str(block.qk_dtype).removeprefix("torch."),
+        bytes_saved=bytes_of_scores(q, k, itemsize),
+    )
+
+
+def _skip(node: Node, failure: Failure) -> Skipped:
+    at = failure.node.name if failure.node is not None and failure.node is not node else ""
+    return Skipped(**locate(node), code=failure.code, reason=failure.reason, at=at)

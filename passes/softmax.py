@@ -1,0 +1,234 @@
+"""What a probability is: finds the softmax in an expression, in one call or written by hand, and what is done to it after.
+
+    softmax(x)      exp(x) / Σ exp(x)      exp(x - logsumexp(x))      exp(x - a - log Σ exp(x - a))
+
+The normalised axis is proven: it must be the axis contracted with the values. Terms that are constant along that axis
+cancel (the maximum everybody subtracts).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from torchflash import score
+from torchflash.passes import index as ix
+from torchflash.passes.graph import tensor
+from torchflash.passes.reader import Reader, Reduce
+from torchflash.score import Expr, build, const, name
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a softmax is not the softmax of an attention block: the report's skip code, the words, and where it failed."""
+
+    code: str
+    reason: str
+    node: Node | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """post(p) with p = softmax over n of `scores`; dropout, if any, is applied to p with probability `dropout_p`."""
+
+    scores: Expr
+    post: Expr
+    dropout_p: float
+    softmax: Node  # the call, or the division or exponential that ends the one by hand
+
+
+def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | Failure:
+    """The one softmax over axis `n` inside the weights `e`, and the weights as a function of it."""
+    matches: dict[Expr, tuple[Expr, Node]] = {}
+    failure: Failure | None = None
+    stack = [e]
+    while stack:
+        x = stack.pop()
+        if x in matches or not r.depends(x):
+            continue
+        found = _softmax(r, x, n, consumer)
+        if isinstance(found, tuple):
+            matches[x] = found
+        elif isinstance(found, Failure):
+            failure = failure or found
+        else:
+            stack.extend(x.args)
+    if len(matches) > 1:
+        return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes", consumer)
+    if failure is not None or not matches:
+        return failure or Failure("no_scores", "what is contracted with the values is not a softmax", consumer)
+    ((where, (scores, node)),) = matches.items()
+    post = score.substitute(e, {where: name("p")}, build)
+    if r.depends(post):
+        return Failure("nonlinear_weights", "the scores are used again after the softmax", consumer)
+    dropouts = [x for x in score.topological(post) if x.op == "dropout"]
+    if len(dropouts) > 1:
+        return Failure("nonlinear_weights", "two dropouts follow the softmax", consumer)
+    post = score.substitute(post, {x: x.args[0] for x in dropouts}, build) if dropouts else post
+    if not linear(post):
+        return Failure("nonlinear_weights", f"what follows the softmax is not linear in it: {post}", consumer)
+    scores = strip_row_constants(r, scores, n)
+    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node)
+
+
+def linear(e: Expr) -> bool:
+    """Linear and homogeneous in `p`."""
+    if "p" not in score.names(e):
+        return e.op == "const" and e.value == 0
+    match e.op:
+        case "name":
+            return e.value == "p"
+        case "+" | "-":
+            return all(map(linear, e.args))
+        case "*":
+            a, b = e.args
+            return (linear(a) and "p" not in score.names(b)) or (linear(b) and "p" not in score.names(a))
+        case "/":
+            return linear(e.args[0]) and "p" not in score.names(e.args[1])
+        case "where":
+            return "p" not in score.names(e.args[0]) and linear(e.args[1]) and linear(e.args[2])
+        case "neg" | "nan_to_num" | "float":
+            return linear(e.args[0])
+    return False
+
+
+def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
+    """(scores, node) when `e` is itself a softmax over `n`; None when it may contain one; Failure when it is another thing."""
+    match e.op:
+        case "softmax":
+            s = e.value
+            if s.index[s.dim] != n or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
+                return Failure("softmax_axis", f"normalised over dim {s.dim}, which is not the one contracted with the values", s.call)
+            return r.read(s.node, s.index, s.call), s.call
+        case "/":
+            return _divided(r, e.args[0], e.args[1], n, consumer)
+        case "*":
+            for a, b in (e.args, e.args[::-1]):
+                if b.op == "/" and b.args[0].op == "const" and b.args[0].value == 1 and _has_sum(b.args[1]):
+                    return _divided(r, a, b.args[1], n, consumer)
+        case "exp":
+            return _exponential(r, e.args[0], n, consumer)
+    return None
+
+
+def _has_sum(e: Expr) -> bool:
+    return any(x.op == "reduce" and x.value.op == "sum" for x in score.topological(e))
+
+
+def _divided(r: Reader, numerator: Expr, denominator: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
+    """numerator / denominator as exp(x) / Σ exp(x), masked entries being 0."""
+    exponent = _log(numerator)
+    if exponent is None or not r.depends(numerator) or n not in ix.expr_axes(numerator):
+        return None
+    if denominator.op != "reduce":
+        if not r.depends(denominator):
+            return None
+        return Failure("denominator", "the normaliser is not the plain sum of the exponentials", consumer)
+    total: Reduce = denominator.value
+    body = _body(r, total, n)
+    if total.op != "sum" or body is None:
+        return Failure("softmax_axis", f"normalised over dims {total.dims}, not over the one contracted with the values", total.user)
+    if body is not numerator:
+        return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
+    return exponent, total.user
+
+
+def _log(e: Expr) -> Expr | None:
+    """x where e = exp(x), with -inf where e is a constant 0."""
+    if e.op == "exp":
+        return e.args[0]
+    if e.op == "where":
+        branches = [const(-math.inf) if b.op == "const" and b.value == 0 else _log(b) for b in e.args[1:]]
+        if branches[0] is not None and branches[1] is not None:
+            return build("where", e.args[0], branches[0], branches[1])
+    return None
+
+
+def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
+    """exp(x - logsumexp(x)), the logarithm in one call or of a sum of exponentials."""
+    terms = _terms(exponent)
+    for term, count in terms.items():
+        if count != -1:
+            continue
+        inner = term
+        total = inner.value if inner.op == "reduce" else None
+        if inner.op == "log" and inner.args[0].op == "reduce" and inner.args[0].value.op == "sum":
+            total = inner.args[0].value
+        elif total is None or total.op != "logsumexp":
+            continue
+        body = _body(r, total, n)
+        if body is None:
+            return Failure("softmax_axis", f"normalised over dims {total.dims}, not over the one contracted with the values", total.user)
+        if total.op == "sum":
+            if (logarithm := _log(body)) is None:
+                continue
+            body = logarithm
+        rest = terms.copy()
+        del rest[term]
+        if _terms(body) == rest:
+            return body, total.user
+        return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
+    return None
+
+
+def _body(r: Reader, total: Reduce, n: ix.Index) -> Expr | None:
+    """What `total` reduces, read at axis `n`; None when it reduces other dims than that one."""
+    t = tensor(total.node)
+    assert t is not None
+    if len(total.dims) != 1 or ix.shape_of(t)[total.dims[0]] != ix.axis_size(n):
+        return None
+    inside = tuple(n if d == total.dims[0] else i for d, i in enumerate(total.index))
+    if any(n in ix.axes(i) for d, i in enumerate(total.index) if d != total.dims[0]):
+        return None
+    return r.read(total.node, inside, total.user)
+
+
+def _terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter[Expr]:
+    """The summands of `e` with their multiplicity."""
+    into = Counter() if into is None else into
+    if e.op in ("+", "-"):
+        _terms(e.args[0], sign, into)
+        _terms(e.args[1], sign if e.op == "+" else -sign, into)
+    elif e.op == "neg":
+        _terms(e.args[0], -sign, into)
+    else:
+        into[e] += sign
+        if into[e] == 0:
+            del into[e]
+    return into
+
+
+def strip_row_constants(r: Reader, e: Expr, n: ix.Index) -> Expr:
+    """`e` without score-dependent terms that do not vary along `n`: softmax does not see them. What a mask fills in is at least
+    as low as -1e30 where a term is dropped beside it, and stays what it is."""
+
+    def constant(x: Expr) -> bool:
+        return r.depends(x) and n not in ix.expr_axes(x)
+
+    match e.op:
+        case "+" | "-":
+            a, b = e.args
+            if constant(b):
+                return strip_row_constants(r, a, n)
+            if constant(a):
+                rest = strip_row_constants(r, b, n)
+                return rest if e.op == "+" else build("neg", rest)
+            return build(e.op, strip_row_constants(r, a, n), strip_row_constants(r, b, n))
+        case "*" if any(x.op == "const" for x in e.args):
+            return build("*", *(strip_row_constants(r, x, n) for x in e.args))
+        case "/" if e.args[1].op == "const":
+            return build("/", strip_row_constants(r, e.args[0], n), e.args[1])
+        case "where":
+            c, a, b = e.args
+            if _masked(b):
+                return build("where", c, strip_row_constants(r, a, n), b)
+            if _masked(a):
+                return build("where", c, a, strip_row_constants(r, b, n))
+    return e
+
+
+def _masked(e: Expr) -> bool:
+    return e.op == "const" and e.value <= -1e30
