@@ -51,7 +51,7 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
         return Failure("unknown_op", f"a decision on a rounded value has no tensor to be loaded from: {e}", block.softmax)
     axes = _axis_names(block)
     body, post = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
-    keep, fill, body = masked_form(body)
+    keep, fill = masked_form(body)
     nodes = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post)))
     symbols = _sizes_in(body, post)
     renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
@@ -59,8 +59,8 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post)]
     for n in nodes:
         t = tensor(r.nodes[n])
-        if t is None or t.dtype.is_complex or t.layout is not torch.strided:
-            return Failure("dtype", f"the scores use {n}, which is {t.dtype if t is not None else 'no tensor'}", r.nodes[n])
+        if t is not None and (t.dtype.is_complex or t.layout is not torch.strided):
+            return Failure("dtype", f"the scores use {n}, which is a {t.layout} tensor of {t.dtype}", r.nodes[n])
     too_large = score.check_limits(*(e for e in final if e is not None))
     if too_large:
         return Failure("too_complex", f"the score program has {too_large}", block.softmax)
@@ -80,6 +80,7 @@ class _Chooser:
         self.r = r
         self.queries = frozenset(block.roles.queries)
         self.keys = block.roles.keys
+        self.axes = frozenset((*block.index, block.roles.keys))
         self.memo: dict[Expr, Expr] = {}
 
     def choose(self, e: Expr) -> Expr:
@@ -99,9 +100,9 @@ class _Chooser:
                 raise _MustLoad(str(e))
             return self._children(e)
         except _MustLoad:
-            if e not in self.r.origin:
+            if (found := self._narrowest(e)) is None:
                 raise
-            return self._load(min(self.r.origin[e], key=lambda o: len(self._axes(o[1]))))
+            return self.r.load(*found)
 
     def _children(self, e: Expr) -> Expr:
         args = [self.choose(a) for a in e.args]
@@ -112,11 +113,13 @@ class _Chooser:
         inner = e.args if e.op == "load" else (e,)
         if not any(score.loads(x) for x in inner) and len(score.topological(e)) <= HEAVY:
             return None
-        found = [o for o in self.r.origin.get(e, ()) if not self._crosses(o[1]) and not any(score.loads(ix.to_expr(i)) for i in o[1])]
-        return self._load(min(found, key=lambda o: len(self._axes(o[1])))) if found else None
+        found = self._narrowest(e)
+        return None if found is None or self._crosses(found[1]) else self.r.load(*found)
 
-    def _load(self, origin: tuple[Node, tuple[Index, ...]]) -> Expr:
-        return self.r.load(*origin)
+    def _narrowest(self, e: Expr) -> tuple[Node, tuple[Index, ...]] | None:
+        """Where `e` can be loaded from with the fewest axes, at an index that needs no other load."""
+        found = [o for o in self.r.origin.get(e, ()) if self._axes(o[1]) <= self.axes and not any(score.loads(ix.to_expr(i)) for i in o[1])]
+        return min(found, key=lambda o: len(self._axes(o[1])), default=None)
 
     def _axes(self, index: Sequence[Index]) -> frozenset[Index]:
         return frozenset().union(*(ix.axes(i) for i in index))
@@ -203,18 +206,19 @@ def _retarget(e: Expr, renamed: dict[Expr, Expr], targets: dict[str, str]) -> Ex
 # ------------------------------------------------------------------------------------------------------------ masks
 
 
-def masked_form(e: Expr) -> tuple[Expr | None, float, Expr]:
-    """(keep, fill, e as where(keep, x, fill)); keep is None where nothing is provably masked by position.
+def masked_form(e: Expr) -> tuple[Expr | None, float]:
+    """(keep, fill) such that `e` is at most fill wherever keep is false; keep is None where nothing is masked by position.
 
-    0.125 * s + where(n <= m, 0.0, -inf)  ->  where(n <= m, 0.125 * s, -inf)
+    0.125 * s + where(n <= m, 0.0, -inf)  ->  n <= m, -inf
+
+    The score itself stays as it is written: in a row that keeps no key an added mask passes gradients on, a filled one does not.
     """
     lifted = _lift(e)
     if lifted is None:
-        return None, 0.0, e
-    keep, x, fill = lifted
-    e = build("where", keep, x, const(fill))
+        return None, 0.0
+    keep, _, fill = lifted
     positional = any(c.op in score.COMPARE and all(map(score.is_int, c.args)) for c in score.topological(keep))
-    return (keep if positional and fill <= MASKED else None), (fill if positional and fill <= MASKED else 0.0), e
+    return (keep, fill) if positional and fill <= MASKED else (None, 0.0)
 
 
 def _lift(e: Expr) -> tuple[Expr, Expr, float] | None:
@@ -256,27 +260,5 @@ def _lift(e: Expr) -> tuple[Expr, Expr, float] | None:
 
 
 def _moderate(e: Expr) -> bool:
-    """Far smaller than HUGE: made from scores and ordinary numbers. A loaded float may be another mask."""
-    for x in score.topological(e):
-        if x.op == "const" and abs(x.value) >= HUGE:
-            return False
-        if x.op in ("load", "exp", "/", "**", "log", "expm1", "rsqrt") and x.op != "load":
-            return False
-        if x.op == "load" and not _inside_condition(e, x):
-            return False
-    return True
-
-
-def _inside_condition(e: Expr, target: Expr) -> bool:
-    """Whether `target` only decides (in a comparison or as a condition) and is never part of the value."""
-
-    def valued(x: Expr) -> bool:
-        if x is target:
-            return True
-        if x.op in score.COMPARE or x.op in ("&", "|", "~", "load", "bool", "isnan"):
-            return False
-        return any(valued(a) for a in (x.args[1:] if x.op == "where" else x.args))
-
-    return not valued(e)
-
-
+    """Adds nothing that could lift a huge negative fill: no huge positive number is written in it."""
+    return not any(x.op == "const" and x.value >= HUGE for x in score.topological(e))

@@ -151,8 +151,8 @@ class Reader:
             return build("sqrt", self._float_scalar(args[0]))
         if text in ("sym_float", "float"):
             return self._float_scalar(args[0])
-        if text == "item" and (t := tensor(args[0])) is not None and t.dtype.is_floating_point:
-            return self.read(args[0], (ix.ZERO,) * t.dim(), x)
+        if text == "item":  # a Python float that may change from call to call: captured as a 0-d tensor
+            return self.load(x, ())
         return score.const(float(v))  # specialises, with a guard
 
     def _float_scalar(self, x: Any) -> Expr:

@@ -39,12 +39,18 @@ class Emitter:
         self.key = "example_value" if "example_value" in at.meta else "val"
         self.mode = result.fake_mode if isinstance(result, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
 
-    def emit(self, f: Callable[..., Any], *args: Any) -> Node:
+    def call(self, f: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        return self._emit("call_function", f, args, kwargs, f)
+
+    def method(self, name: str, *args: Any) -> Node:
+        return self._emit("call_method", name, args, {}, getattr(torch.Tensor, name))
+
+    def _emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], f: Callable[..., Any]) -> Node:
         with self.graph.inserting_before(self.at):
-            node = self.graph.call_function(f, args)
+            node = self.graph.create_node(op, target, args, kwargs)
         self.nodes.append(node)
-        with self.mode, torch.set_grad_enabled(torch.is_grad_enabled()):
-            fake = f(*map_arg(args, value))
+        with self.mode:
+            fake = f(*map_arg(args, value), **kwargs)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.at.meta:
                 node.meta[key] = self.at.meta[key]
@@ -95,16 +101,12 @@ def _emit(out: Emitter, block: Attention, programs: Programs, layout: str) -> tu
     sizes = [_size(out, s) for s in programs.sizes]
     seed = None
     if block.dropout_p:
-        seed = out.emit(_draw_seed, device)
+        seed = out.call(torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device)
     arguments = (q, k, v, captures, sizes, str(programs.score), "" if programs.keep is None else str(programs.keep), programs.fill,
                  str(programs.post), block.dropout_p, seed, layout)  # fmt: skip
-    both = out.emit(torch.ops.torchflash.attention.default, *arguments)
-    node = out.emit(operator.getitem, both, 0)
+    both = out.call(torch.ops.torchflash.attention.default, *arguments)
+    node = out.call(operator.getitem, both, 0)
     return both, _result(out, node, block, layout)
-
-
-def _draw_seed(device: torch.device) -> torch.Tensor:
-    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
 
 
 def _shape_argument(out: Emitter, sizes: Sequence[Index]) -> list[Any]:
@@ -119,13 +121,13 @@ def _size(out: Emitter, size: Index) -> Any:
         return _symbol(out, size)
     parts = [_size(out, a) for a in size.args]
     if size.is_Add:
-        return functools.reduce(lambda a, b: out.emit(operator.add, a, b), parts)
+        return functools.reduce(lambda a, b: out.call(operator.add, a, b), parts)
     if size.is_Mul:
-        return functools.reduce(lambda a, b: out.emit(operator.mul, a, b), parts)
+        return functools.reduce(lambda a, b: out.call(operator.mul, a, b), parts)
     if isinstance(size, ix.FloorDiv):
-        return out.emit(operator.floordiv, *parts)
+        return out.call(operator.floordiv, *parts)
     if isinstance(size, ix.PythonMod):
-        return out.emit(operator.mod, *parts)
+        return out.call(operator.mod, *parts)
     raise ValueError(f"no node computes the size {size}")
 
 
@@ -142,7 +144,7 @@ def _symbol(out: Emitter, symbol: Index) -> Node:
         if (t := tensor(node)) is not None:
             for d, s in enumerate(t.shape):
                 if isinstance(s, torch.SymInt) and ix.size_of(s) == symbol:
-                    return out.emit(torch.ops.aten.sym_size.int, node, d)
+                    return out.call(torch.ops.aten.sym_size.int, node, d)
     raise ValueError(f"no tensor of the graph has the size {symbol}")
 
 
@@ -155,7 +157,7 @@ def _operand(out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype:
     t = tensor(node)
     assert t is not None
     if t.dtype != dtype:
-        node = out.emit(torch.Tensor.to, node, dtype)
+        node = out.method("to", node, dtype)
     at = {}
     for d, i in enumerate(index):
         at[i.args[0] if isinstance(i, ix.FloorDiv) else i] = d
@@ -184,15 +186,15 @@ def _operand(out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype:
         sizes.append(here)
     permuted = [d for d in order if d >= 0] + singles
     if permuted != list(range(len(index))):
-        node = out.emit(torch.Tensor.permute, node, permuted)
+        node = out.method("permute", node, permuted)
     if singles:
         flat = [shape[d] for d in order if d >= 0]
-        node = out.emit(torch.Tensor.reshape, node, _shape_argument(out, flat))
+        node = out.method("reshape", node, _shape_argument(out, flat))
     if expanded:
         for position, d in enumerate(order):
             if d < 0:
-                node = out.emit(torch.Tensor.unsqueeze, node, position)
-        node = out.emit(torch.Tensor.expand, node, _shape_argument(out, [s for here in sizes for s in here]))
+                node = out.method("unsqueeze", node, position)
+        node = out.method("expand", node, _shape_argument(out, [s for here in sizes for s in here]))
     return _fold(out, node, sizes)
 
 
@@ -203,18 +205,20 @@ def _fold(out: Emitter, node: Node, sizes: Sequence[Sequence[Index]]) -> Node:
     missing = [k for k, here in enumerate(sizes) if not here]
     if all(len(here) <= 1 for here in sizes):
         for k in missing:
-            node = out.emit(torch.Tensor.unsqueeze, node, k)
+            node = out.method("unsqueeze", node, k)
         return node
-    return out.emit(torch.Tensor.reshape, node, _shape_argument(out, folded))
+    return out.method("reshape", node, _shape_argument(out, folded))
 
 
 def _capture(out: Emitter, node: Node, device: torch.device) -> Node:
     t = tensor(node)
-    assert t is not None
+    if t is None:
+        # a float: spelled so that AOTAutograd can put the tensor behind it in its place
+        return out.call(torch.mul, out.call(torch.ones, (), dtype=torch.float32, device=device), node)
     if t.device != device:
-        node = out.emit(torch.Tensor.to, node, device)
+        node = out.method("to", node, device)
     if t.dtype == torch.float64:
-        node = out.emit(torch.Tensor.to, node, torch.float32)
+        node = out.method("to", node, torch.float32)
     return node
 
 
@@ -228,18 +232,18 @@ def _result(out: Emitter, node: Node, block: Attention, layout: str) -> Node:
         node = _unfold(out, node, (roles.batch, roles.heads, roles.queries, roles.columns), layout)
     order = [axes.index(a) for a in block.index]
     if order != list(range(len(axes))):
-        node = out.emit(torch.Tensor.permute, node, order)
+        node = out.method("permute", node, order)
     got = tensor(node)
     assert got is not None
     if got.dtype != root.dtype:
-        node = out.emit(torch.Tensor.to, node, root.dtype)
+        node = out.method("to", node, root.dtype)
     got = tensor(node)
     assert got is not None
     if not same_strides(root, got) and not strides_unseen(block.root):
         by_stride = sorted(range(root.dim()), key=lambda d: -_hint(root.stride(d)))
-        node = out.emit(torch.Tensor.permute, node, by_stride)
-        node = out.emit(torch.Tensor.contiguous, node)
-        node = out.emit(torch.Tensor.permute, node, [by_stride.index(d) for d in range(root.dim())])
+        node = out.method("permute", node, by_stride)
+        node = out.method("contiguous", node)
+        node = out.method("permute", node, [by_stride.index(d) for d in range(root.dim())])
     return node
 
 
@@ -247,12 +251,12 @@ def _unfold(out: Emitter, node: Node, groups: Sequence[Sequence[Index]], layout:
     """Splits the folded dims again. Memory order [B, M, H, Dv] is split in that order, so that it stays a view."""
     sizes = [[ix.axis_size(a) for a in g] for g in groups]
     if layout == "bmhd":
-        node = out.emit(torch.Tensor.transpose, node, 1, 2)
-        node = out.emit(torch.Tensor.reshape, node, _shape_argument(out, sizes[0] + sizes[2] + sizes[1] + sizes[3]))
+        node = out.method("transpose", node, 1, 2)
+        node = out.method("reshape", node, _shape_argument(out, sizes[0] + sizes[2] + sizes[1] + sizes[3]))
         b, h, m, c = map(len, sizes)
         order = [*range(b), *range(b + m, b + m + h), *range(b, b + m), *range(b + h + m, b + h + m + c)]
-        return out.emit(torch.Tensor.permute, node, order)
-    return out.emit(torch.Tensor.reshape, node, _shape_argument(out, [s for here in sizes for s in here]))
+        return out.method("permute", node, order)
+    return out.method("reshape", node, _shape_argument(out, [s for here in sizes for s in here]))
 
 
 def _hint(s: Any) -> int:

@@ -102,6 +102,9 @@ def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Nod
             s = e.value
             if s.index[s.dim] != n or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
                 return Failure("softmax_axis", f"normalised over dim {s.dim}, which is not the one contracted with the values", s.call)
+            t = tensor(s.node)
+            if t is None or ix.shape_of(t)[s.dim] != ix.axis_size(n):
+                return Failure("denominator", "normalised over more than the keys that are contracted with the values", s.call)
             return r.read(s.node, s.index, s.call), s.call
         case "/":
             return _divided(r, e.args[0], e.args[1], n, consumer)
