@@ -92,7 +92,8 @@ def peak_bytes(step, device):
 
 def max_error(got, want):
     """Largest error of any tensor, relative to its largest value."""
-    return max(((g.double() - w).abs().max() / w.abs().max().clamp(min=1e-30)).item() for g, w in zip(got, want, strict=True))
+    pairs = zip(got, want, strict=True)
+    return max(((g.double() - w).abs().max() / w.abs().max().clamp(min=1e-30)).item() for g, w in pairs)
 
 
 def main(length=None):

@@ -64,16 +64,19 @@ before and after: dumps/graph_0.before.py, graph_0.after.py
         kept = ("matmul", "weights", "out:", "attention")
         lines = [line for line in self.code("after").splitlines() if line.startswith(kept)]
         self.assertExpectedInline(
-            "\n".join(line.replace("], [], ", "], [],\n    ") for line in lines),
+            "\n".join(re.sub(r"(\.default\(|\], \[\],) ?", r"\1\n    ", line) for line in lines),
             """\
 matmul: "f32[2, 4, 24, 24]" = q @ getattr_1
 weights: "f32[2, 4, 24, 24]" = torch.softmax(matmul, dim = -1)
 out: "f32[2, 4, 24, 16]" = weights @ v
-attention_default = torch.ops.torchflash.attention.default(permute, permute_1, permute_2, [l_present_], [],
+attention_default = torch.ops.torchflash.attention.default(
+    permute, permute_1, permute_2, [l_present_], [],
     'where((n <= m) & t0[b, n], 0.25 * s, -inf)', '(n <= m) & t0[b, n]', -inf, 'p', 0.0, None, 'bhmd')
-attention_default_1 = torch.ops.torchflash.attention.default(permute_3, permute_4, permute_5, [l_self_modules_alibi_buffers_slopes_], [],
+attention_default_1 = torch.ops.torchflash.attention.default(
+    permute_3, permute_4, permute_5, [l_self_modules_alibi_buffers_slopes_], [],
     '0.25 * s - t0[h] * float(abs(m - n))', '', 0.0, 'p', 0.0, None, 'bhmd')
-attention_default_2 = torch.ops.torchflash.attention.default(permute_6, permute_7, permute_8, [], [],
+attention_default_2 = torch.ops.torchflash.attention.default(
+    permute_6, permute_7, permute_8, [], [],
     '32.0 * tanh(0.03125 * s)', '', 0.0, 'p', 0.0, None, 'bhmd')""",
         )
 
