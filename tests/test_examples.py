@@ -59,6 +59,10 @@ before and after: dumps/graph_0.before.py, graph_0.after.py
 """,
         )
 
+    def test_readme_shows_the_report(self):
+        report = self.stdout.split("\n\n")[0]
+        assert report in (EXAMPLES.parent / "README.md").read_text()
+
     def test_what_is_left_in_the_graph(self):
         """Everything that has to do with scores: three operators, and the block that returns its weights."""
         kept = ("matmul", "weights", "out:", "attention")

@@ -1,6 +1,7 @@
 """The distribution: a wheel holds torchflash and nothing else, and works where only it is installed."""
 
 import configparser
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -72,6 +73,14 @@ def test_metadata():
         "torch>=2.11",
         'triton>=3.6; platform_system == "Linux"',
     ]
+
+
+def test_readme_lists_every_code_and_option():
+    readme = (ROOT / "README.md").read_text()
+    for code, meaning in torchflash.SKIP_CODES.items():
+        assert f"| `{code}` | {meaning} |" in readme
+    for field in dataclasses.fields(torchflash.Options):
+        assert f"| `torchflash.{field.name}` |" in readme
 
 
 @pytest.mark.parametrize("name", ["passes", "kernels"])

@@ -239,7 +239,7 @@ def _record_from(entry: dict[str, Any]) -> Rewritten | Skipped:
 # ------------------------------------------------------------------------------------- fields of a record from a graph
 
 
-def locate(node: torch.fx.Node) -> dict[str, str]:
+def locate(node: torch.fx.Node) -> dict[str, Any]:
     """The fields `module`, `source` and `node` of a record about this node, "" where the graph does not say."""
     return {"module": _module(node), "source": _source(node), "node": node.name}
 
