@@ -124,6 +124,8 @@ def _block(r: Reader, root: Node, index: Indices, second: Contraction, v: Operan
     sides = {x: s for x, c in products.items() if (s := _queries_and_keys(c, n)) is not None}
     values = v.axes()
     proper = [x for x, (q, k) in sides.items() if (q.axes() - k.axes() - values)] or list(sides)
+    if not proper and any("@" in x.value for x in score.loads(weights.scores)):
+        return Failure("mutation", "the scores are written in place through a view of them", weights.softmax)
     if not proper:
         return Failure("no_scores", "what is normalised is not a contraction of queries with keys", weights.softmax)
     main = proper[0]

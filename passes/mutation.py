@@ -59,11 +59,10 @@ class Versions:
         since = self._stale.get(node)
         return since is not None and self.order[user] > since
 
-    def written_between(self, node: Node, first: Node, last: Node) -> bool:
-        """Whether the memory of `node` is written after `first` has run and before `last` does."""
+    def written_between(self, node: Node, first: int, last: int) -> bool:
+        """Whether the memory of `node` is written between two positions."""
         key = storage(node)
-        a, b = self.order[first], self.order[last]
-        return key is not None and any(a < w < b for w in self.writes.get(key, ()))
+        return key is not None and any(first < w < last for w in self.writes.get(key, ()))
 
 
 def storage(node: Node) -> int | None:

@@ -366,9 +366,6 @@ def _to(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Ex
 
 @reads("contiguous", "clone", "detach", "alias", "requires_grad_", "cuda", "cpu", "positive", "pos", "lift_fresh", "lift_fresh_copy", "expand_copy")
 def _identity(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    t = tensor(args[0])
-    if operation(node) == "detach" and t is not None and t.requires_grad:
-        raise Unreadable  # no gradient may flow back through it
     return r.read(args[0], index, node)
 
 

@@ -32,18 +32,22 @@ HUGE = 1e30  # no score is this large: adding one to a larger fill does not chan
 
 @dataclass(frozen=True)
 class Programs:
-    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes it captures; the size symbols it is given."""
+    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes it captures, and since which position in the
+    graph each holds what was read; the size symbols it is given."""
 
     score: Expr
     keep: Expr | None
     fill: float
     post: Expr
     captures: tuple[Node, ...]
+    since: tuple[int, ...]
     sizes: tuple[Index, ...]
 
 
 def programs(r: Reader, block: Attention) -> Programs | Failure:
     """The programs of a proven block; a Failure when they exceed the limits of the score language."""
+    if any(x.op == "detach" for x in score.topological(block.scores, block.post)):
+        return Failure("unknown_op", "no gradient flows through part of the scores (detach or no_grad)", block.softmax)
     chooser = _Chooser(r, block)
     try:
         chosen = [chooser.choose(e) for e in (block.scores, block.post)]
@@ -52,20 +56,21 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     axes = _axis_names(block)
     body, post = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
     keep, fill = masked_form(body)
-    nodes = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post)))
+    names = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post)))
     symbols = _sizes_in(body, post)
     renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
-    targets = {n: f"t{i}" for i, n in enumerate(nodes)}
+    targets = {n: f"t{i}" for i, n in enumerate(names)}
     final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post)]
-    for n in nodes:
-        t = tensor(r.nodes[n])
+    nodes, since = zip(*(r.held[n] for n in names), strict=True) if names else ((), ())
+    for node in nodes:
+        t = tensor(node)
         if t is not None and (t.dtype.is_complex or t.layout is not torch.strided):
-            return Failure("dtype", f"the scores use {n}, which is a {t.layout} tensor of {t.dtype}", r.nodes[n])
+            return Failure("dtype", f"the scores use {node.name}, which is a {t.layout} tensor of {t.dtype}", node)
     too_large = score.check_limits(*(e for e in final if e is not None))
     if too_large:
         return Failure("too_complex", f"the score program has {too_large}", block.softmax)
     assert final[0] is not None and final[2] is not None
-    return Programs(final[0], final[1], fill, final[2], tuple(r.nodes[n] for n in nodes), symbols)
+    return Programs(final[0], final[1], fill, final[2], nodes, since, symbols)
 
 
 # --------------------------------------------------------------------------------------------------- load or compute

@@ -13,6 +13,7 @@ Operations are in `passes.pointwise` and `passes.views`, one small handler each.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.mutation import Versions
 from torchflash.score import Expr, build
+
+log = logging.getLogger(__name__)
 
 Indices = tuple[Index, ...]
 Handler = Callable[["Reader", Node, tuple[Any, ...], dict[str, Any], Indices], Expr]
@@ -79,17 +82,27 @@ def reads(*names: str) -> Callable[[Handler], Handler]:
 
 
 class Reader:
-    """Reads one graph. `origin` remembers at which (node, index) pairs an expression was found: it can be loaded from there."""
+    """Reads one graph. `origin` remembers at which (node, index) pairs an expression was found: it can be loaded from there.
+
+    `held` tells for each loaded name which node it is, and since which position in the graph it holds what was read.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.versions = Versions(graph)
-        self.nodes: dict[str, Node] = {}  # loads' names -> nodes
+        self.cut = gradient_cuts(graph)
+        self.held: dict[str, tuple[Node, int]] = {}
         self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}
         self._memo: dict[tuple[Node, Indices], Expr] = {}
         self._dependent: dict[Expr, bool] = {}
 
     def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self.versions.arguments(node)
+        """The arguments of `node`, each tensor in the version it has there; the first one is always positional."""
+        args, kwargs = self.versions.arguments(node)
+        if not args:
+            first = next((k for k in ("condition", "input", "self", "tensors", "tensor") if k in kwargs), None)
+            if first is not None:
+                return (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
+        return args, kwargs
 
     def read(self, x: Any, index: Indices, user: Node | None = None) -> Expr:
         """The value at `index` of an argument of `user`: a node, or a number."""
@@ -97,11 +110,11 @@ class Reader:
             return self.number(x)
         if tensor(x) is None:
             return self.scalar(x)
+        if user is not None and self.versions.stale(x, user):
+            return self.load(x, index, self.versions.order[user])
         key = (x, index)
         if key in self._memo:
             return self._memo[key]
-        if user is not None and self.versions.stale(x, user):
-            return self.load(x, index)
         e = self._read(x, index)
         self._memo[key] = e
         if e.args and not self.depends(e):
@@ -114,14 +127,22 @@ class Reader:
             return self.load(x, index)
         args, kwargs = self.arguments(x)
         try:
-            return handler(self, x, args, kwargs, index)
+            e = handler(self, x, args, kwargs, index)
         except (Unreadable, ix.NotInteger):
             return self.load(x, index)
+        except Exception as error:  # a load is always right
+            log.debug("torchflash: %s could not be read: %r", x.name, error)
+            return self.load(x, index)
+        if x in self.cut:
+            # no gradient may flow back through it; what is constant along a row cancels all the same
+            return Expr("detach", (e,)) if self.depends(e) else self.load(x, index)
+        return e
 
-    def load(self, x: Node, index: Indices) -> Expr:
-        """The tensor itself, at an index."""
-        self.nodes[x.name] = x
-        return score.load(f"%{x.name}", [ix.to_expr(i) for i in index])
+    def load(self, x: Node, index: Indices, since: int | None = None) -> Expr:
+        """The tensor itself, at an index; `since` when it has been written before it was read there."""
+        text = x.name if since is None else f"{x.name}@{since}"
+        self.held[text] = x, self.versions.order[x] if since is None else since
+        return score.load(f"%{text}", [ix.to_expr(i) for i in index])
 
     def number(self, x: Any) -> Expr:
         if isinstance(x, (bool, int, float)):
@@ -201,6 +222,25 @@ class Reader:
         if target in SMALL_INTS and source != target:
             raise Unreadable
         return build("int", e) if floating else e
+
+
+def gradient_cuts(graph: Graph) -> frozenset[Node]:
+    """The nodes through which no gradient flows although one of their inputs needs it: detach, and what runs under no_grad."""
+    switches = [n for n in graph.nodes if operation(n) in ("_set_grad_enabled", "_enter_inference_mode")]
+    disabled = bool(switches) and operation(switches[0]) == "_set_grad_enabled" and bool(switches[0].args[0])
+    found = set()
+    for node in graph.nodes:
+        name = operation(node)
+        if name == "_set_grad_enabled":
+            disabled = not node.args[0]
+        elif name in ("_enter_inference_mode", "_exit_inference_mode"):
+            disabled = name.startswith("_enter")
+        t = tensor(node)
+        if t is None or not node.op.startswith("call") or t.requires_grad or not t.dtype.is_floating_point:
+            continue
+        if (disabled or name == "detach") and any((s := tensor(i)) is not None and s.requires_grad for i in node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
 
 
 def positive_dim(dim: Any, rank: int) -> int:

@@ -71,7 +71,7 @@ def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
             found.add(node)
         elif name in HANDLERS and name not in CONTRACTIONS:
             args, kwargs = r.arguments(node)
-            if any(isinstance(a, Node) and a in found for a in (*args, *kwargs.values())):
+            if any(isinstance(a, Node) and a in found for a in torch.utils._pytree.tree_leaves((args, kwargs))):
                 found.add(node)
     return frozenset(found)
 
@@ -79,41 +79,53 @@ def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
 def _candidates(r: Reader, gm: GraphModule, probabilities: frozenset[Node]) -> tuple[list[_Candidate], dict[Node, Failure]]:
     candidates: list[_Candidate] = []
     failures: dict[Node, Failure] = {}  # softmax -> why
+    proven: set[Node] = set()
     for root in gm.graph.nodes:
-        if not _may_end_a_block(r, root, probabilities):
+        inner = _second_contraction(r, root, probabilities)
+        if inner is None or (inner is not root and inner in proven):
             continue
-        block = prove(r, root, probabilities)
-        if isinstance(block, Attention):
-            found = programs(r, block)
-            if not isinstance(found, Failure):
-                written = _written_since(r, block, found)
-                if written is None:
-                    candidates.append(_Candidate(block, found, _chain(r, block)))
-                    continue
-                found = written
-            block = found
-        if isinstance(block, Failure):
+        try:
+            found = _candidate(r, root, probabilities)
+        except Exception as e:
+            log.exception("torchflash: internal error at %s, left alone", root.name)
+            found = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", root)
+        if isinstance(found, _Candidate):
+            candidates.append(found)
+            proven.add(root)
+        elif found is not None:
             for anchor in _anchors_before(r, root, probabilities):
-                failures.setdefault(anchor, block)
+                failures.setdefault(anchor, found)
     return candidates, failures
 
 
-def _may_end_a_block(r: Reader, node: Node, probabilities: frozenset[Node]) -> bool:
+def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
+    block = prove(r, root, probabilities)
+    if not isinstance(block, Attention):
+        return block
+    found = programs(r, block)
+    if isinstance(found, Failure):
+        return found
+    return _written_since(r, block, found) or _Candidate(block, found, _chain(r, block))
+
+
+def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
+    """The contraction of probabilities with values that a block ending in `node` would have: itself, or what it divides."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
-        return False
+        return None
     name = operation(node)
-    args, _ = r.arguments(node)
+    args, kwargs = r.arguments(node)
     if name in CONTRACTIONS:
-        flat = [a for x in args for a in (x if isinstance(x, (tuple, list)) else (x,))]
-        return any(isinstance(a, Node) and a in probabilities for a in flat)
+        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        return node if any(isinstance(a, Node) and a in probabilities for a in inputs) else None
     if name == "div" and len(args) > 1:
         # (exp(x) @ v) / Σ exp(x)
-        node = args[0]
-        while isinstance(node, Node) and (operation(node) in CASTS or operation(node) in VIEWS):
-            node = r.arguments(node)[0][0]
-        return isinstance(node, Node) and operation(node) in CONTRACTIONS and _may_end_a_block(r, node, probabilities)
-    return False
+        inner = args[0]
+        while isinstance(inner, Node) and (operation(inner) in CASTS or operation(inner) in VIEWS):
+            inner = r.arguments(inner)[0][0]
+        if isinstance(inner, Node) and operation(inner) in CONTRACTIONS:
+            return _second_contraction(r, inner, probabilities)
+    return None
 
 
 def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> list[Node]:
@@ -157,8 +169,10 @@ def _chain(r: Reader, block: Attention) -> frozenset[Node]:
 
 def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | None:
     """The operator runs where the block ended: what it reads must still hold what the block read."""
-    for node, user in ((block.q.node, block.q.user), (block.k.node, block.k.user), (block.v.node, block.v.user), *((c, c) for c in found.captures)):
-        if r.versions.written_between(node, user, block.root):
+    order = r.versions.order
+    operands = [(o.node, order[o.user]) for o in (block.q, block.k, block.v)]
+    for node, since in (*operands, *zip(found.captures, found.since, strict=True)):
+        if r.versions.written_between(node, since, order[block.root]):
             return Failure("mutation", f"{node.name} is written in place between its use and the end of the block", node)
     return None
 

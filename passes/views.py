@@ -359,14 +359,14 @@ def _indexed(r: Reader, node: Node, source: Any, key: Any, index: Indices, plain
         raise Unreadable
     if any(tensor(k).dtype in (torch.bool, torch.uint8) for k in tensors):  # type: ignore[union-attr]
         raise Unreadable
-    looked_up = _lookup_shape(tensors)
-    positions = [i for i, k in enumerate(keys) if tensor(k) is not None or isinstance(value(k), (int, torch.SymInt))]
-    # the looked-up dims stand where the first index tensor stood, or in front when a slice or None separates them
+    looked_up = max((len(_shape(t)) for t in tensors), default=0)
+    # numbers select first; then the looked-up dims stand where the first index tensor stood, or in front when something separates them
+    positions = [i for i, k in enumerate(k for k in keys if not isinstance(value(k), (int, torch.SymInt))) if tensor(k) is not None]
     together = not tensors or positions == list(range(positions[0], positions[-1] + 1))
     rest = list(index)
     at_tensors: Indices = ()
     if tensors and not together:
-        at_tensors, rest = tuple(rest[: len(looked_up)]), rest[len(looked_up) :]
+        at_tensors, rest = tuple(rest[:looked_up]), rest[looked_up:]
     out: list[ix.Index] = []
     started = False
     for k in keys:
@@ -374,24 +374,15 @@ def _indexed(r: Reader, node: Node, source: Any, key: Any, index: Indices, plain
         if k is None:
             rest.pop(0)
         elif isinstance(k, slice):
-            first = _sliced((rest.pop(0),), 0, k.start, k.step, shape[d])
-            out.append(first[0])
-        elif tensor(k) is not None or (tensors and isinstance(value(k), (int, torch.SymInt))):
+            out.append(_sliced((rest.pop(0),), 0, k.start, k.step, shape[d])[0])
+        elif tensor(k) is not None:
             if together and not started:
                 started = True
-                at_tensors, rest = tuple(rest[: len(looked_up)]), rest[len(looked_up) :]
-            if tensor(k) is None:
-                out.append(_from_end(_size(k), shape[d]))
-            else:
-                out.append(_looked_up(r, k, ix.broadcast(_shape(k), at_tensors), shape[d], node, wrap=True))
+                at_tensors, rest = tuple(rest[:looked_up]), rest[looked_up:]
+            out.append(_looked_up(r, k, ix.broadcast(_shape(k), at_tensors), shape[d], node, wrap=True))
         else:
             out.append(_from_end(_size(k), shape[d]))
     return tuple(ix.at(s, i) for s, i in zip(shape, out, strict=True))
-
-
-def _lookup_shape(tensors: list[Any]) -> tuple[ix.Index, ...]:
-    rank = max((len(_shape(t)) for t in tensors), default=0)
-    return (ix.ONE,) * rank
 
 
 def _looked_up(r: Reader, x: Any, at: Indices, size: ix.Index, user: Node, wrap: bool) -> ix.Index:
@@ -412,9 +403,11 @@ def _looked_up(r: Reader, x: Any, at: Indices, size: ix.Index, user: Node, wrap:
 def _embedding(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     a, b = args[0], argument(args, kwargs, 1, "weight")
     indices, weight = (b, a) if isinstance(node.target, torch._ops.OpOverload) else (a, b)
-    if argument(args, kwargs, 3, "max_norm") is not None:
+    if not isinstance(node.target, torch._ops.OpOverload) and argument(args, kwargs, 3, "max_norm") is not None:
+        raise Unreadable  # writes the weight
+    if any(argument(args, kwargs, k, "scale_grad_by_freq") is True for k in (3, 5)) and tensor(weight).requires_grad:  # type: ignore[union-attr]
         raise Unreadable
-    if argument(args, kwargs, 2, "padding_idx") is not None and tensor(weight).requires_grad:  # type: ignore[union-attr]
+    if argument(args, kwargs, 2, "padding_idx") not in (None, -1) and tensor(weight).requires_grad:  # type: ignore[union-attr]
         raise Unreadable  # the padding row gets no gradient
     i = _looked_up(r, indices, index[:-1], _shape(weight)[0], node, wrap=False)
     return r.read(weight, (i, index[-1]), node)
