@@ -136,9 +136,9 @@ def attention_backward_kv(
             s = inner(k, q, PRECISION)  # [BLOCK_N, BLOCK_M]
         valid = (m[None, :] < M) & (n[:, None] < N)
         row_max = tl.load(LSE + row, mask=m < M, other=0.0)
-        log_sum = tl.load(LSE + plane + row, mask=m < M, other=0.0)
+        inverse_sum = 1.0 / tl.load(LSE + plane + row, mask=m < M, other=1.0)
         x = SCORE(s, b, h, m[None, :], n[:, None], T, S, Z)
-        p = tl.where(valid, probabilities(x, row_max[None, :], log_sum[None, :]), 0.0)
+        p = tl.where(valid, probabilities(x, row_max[None, :], inverse_sum[None, :]), 0.0)
         if DROPOUT:
             dropped = dropout_scale(seed, bh, m[None, :], n[:, None], M, N, threshold, keep_scale)
         if WANT_DV:
@@ -202,7 +202,7 @@ def attention_backward_q(
         do = load_chunks(do_at, m, M, g_m, g_d, DV, CHUNKS_V)  # [BLOCK_M, DV]
     row = bh.to(tl.int64) * M + m
     row_max = tl.load(LSE + row, mask=m < M, other=0.0)
-    log_sum = tl.load(LSE + plane + row, mask=m < M, other=0.0)
+    inverse_sum = 1.0 / tl.load(LSE + plane + row, mask=m < M, other=1.0)
     delta = tl.load(DELTA + row, mask=m < M, other=0.0)
     if DROPOUT:
         seed = tl.load(SEED)
@@ -226,7 +226,7 @@ def attention_backward_q(
             dp = inner(do, v, PRECISION)  # [BLOCK_M, BLOCK_N]
         valid = (m[:, None] < M) & (n[None, :] < N)
         x = SCORE(s, b, h, m[:, None], n[None, :], T, S, Z)
-        p = tl.where(valid, probabilities(x, row_max[:, None], log_sum[:, None]), 0.0)
+        p = tl.where(valid, probabilities(x, row_max[:, None], inverse_sum[:, None]), 0.0)
         if DROPOUT:
             dp *= dropout_scale(seed, bh, m[:, None], n[None, :], M, N, threshold, keep_scale)
         adds = valid & (block % SLICES == 0)  # the gradients of captures are added once

@@ -75,9 +75,9 @@ def attention_backward_capture(
         valid = (m[:, None] < M) & (n[None, :] < N)
         row = bh.to(tl.int64) * M + m
         row_max = tl.load(LSE + row, mask=m < M, other=0.0)
-        log_sum = tl.load(LSE + plane + row, mask=m < M, other=0.0)
+        inverse_sum = 1.0 / tl.load(LSE + plane + row, mask=m < M, other=1.0)
         x = SCORE(s, b, h, m[:, None], n[None, :], T, S, Z)
-        p = tl.where(valid, probabilities(x, row_max[:, None], log_sum[:, None]), 0.0)
+        p = tl.where(valid, probabilities(x, row_max[:, None], inverse_sum[:, None]), 0.0)
         if DROPOUT:
             dp *= dropout_scale(seed, bh, m[:, None], n[None, :], M, N, threshold, keep_scale)
         if POST_ADJOINT is not None:

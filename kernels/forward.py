@@ -1,8 +1,8 @@
 """The forward kernel: one program per (batch, head, block of query rows[, slice of value columns]).
 
-Online softmax (Milakov & Gimelshein, 2018; FlashAttention-2) around a score program. Row statistics are stored as two planes,
-the row maximum and the log of the sum of exp(x - maximum), whose sum is the log-sum-exp: in a row where every score is a huge
-negative fill, one float32 could not hold both.
+Online softmax (Milakov & Gimelshein, 2018; FlashAttention-2) around a score program. The row statistics are stored as
+two planes, the row maximum and the sum of exp(x - maximum), not as one log-sum-exp: where every score of a row is a huge
+negative fill, maximum + log(sum) rounds to the maximum, and a rounded logarithm is the same error in a whole row.
 """
 
 from __future__ import annotations
@@ -142,4 +142,4 @@ def attention_forward(
     if start_v == 0:
         lse_at = LSE + bh.to(tl.int64) * M + m
         tl.store(lse_at, row_max, mask=m < M)
-        tl.store(lse_at + plane, tl.log(row_sum), mask=m < M)
+        tl.store(lse_at + plane, row_sum, mask=m < M)

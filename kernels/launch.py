@@ -189,12 +189,18 @@ class CapturePlan:
         axes = [plain_axes(e) for e in self.loads]
         # The kernel of its own recomputes the tile. It pays where a gradient is as large as the scores (no float32 copy, no
         # atomic per score) and is the only way to the same bits every time.
-        large = all(a is not None and "m" in a and "n" in a for a in axes)
-        possible = all(a is not None for a in axes)
+        possible = all(a is not None and self._spans(o, a) for a in axes)
+        large = possible and all(a is not None and "m" in a and "n" in a for a in axes)
         self.scattered = bool(self.loads) and not (large or (possible and torch.are_deterministic_algorithms_enabled()))
         passes = sum((e in o.program.score_vjp) + (e in o.program.post_vjp) for e in self.loads)
         dtype = self.capture.dtype if passes == 1 and not self.scattered else torch.float32
         self.buffer = torch.zeros(self.capture.shape, dtype=dtype, device=self.capture.device)
+
+    def _spans(self, o: Operands, axes: list[str | int]) -> bool:
+        """Whether the capture holds every index: not so inside an unselected branch of a where."""
+        p = o.problem
+        sizes = {"b": p.B, "h": p.H, "m": p.M, "n": p.N}
+        return all(size >= (sizes[a] if isinstance(a, str) else a + 1) for a, size in zip(axes, self.capture.shape, strict=True))
 
 
 def _alert_not_deterministic(loads: list[str]) -> None:

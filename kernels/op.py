@@ -7,7 +7,7 @@ of v. `score`, `keep` and `post` are programs (torchflash/score.py) over the `ca
 
 Strides of the results, the same for real and fake tensors:
     out        [B, H, M, Dv] contiguous ("bhmd"), or contiguous as [B, M, H, Dv] and viewed as [B, H, M, Dv] ("bmhd")
-    lse        [2, B, H, M] contiguous, float32: the row maximum of x, and log Σ exp(x - maximum); their sum is the log-sum-exp
+    lse        [2, B, H, M] contiguous, float32: the row maximum of x, and Σ exp(x - maximum)
     dq dk dv   contiguous, or contiguous as [B, L, heads, D] where the operand's heads lie closer together than its rows
     dcaptures  contiguous
 """

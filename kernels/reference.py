@@ -35,17 +35,20 @@ class Problem:
         self.dropout_p, self.seed = dropout_p, seed
         self.B, self.H, self.M, _ = q.shape
         self.N = k.shape[2]
-        self.group_k, self.group_v = self.H // k.shape[1], self.H // v.shape[1]
+        self.group_k, self.group_v = (max(1, self.H // max(1, x.shape[1])) for x in (k, v))
+        self._choose_tiles()
+
+    def _choose_tiles(self) -> None:
         # The heads of one tile are a whole number of groups of both k and v, unless even one head at a time is a lot.
         together = math.lcm(self.group_k, self.group_v)
-        self.block_n = min(BLOCK_N, self.N)
-        self.block_m = min(BLOCK_M, self.M, max(32, TILE_ELEMENTS // (self.block_n * self.B * self.H)))
-        if self.block_m * self.B * self.H * self.block_n > TILE_ELEMENTS:
-            self.block_n = min(self.block_n, max(64, TILE_ELEMENTS // (self.block_m * self.B * self.H)))
+        B, H, M, N = (max(1, size) for size in (self.B, self.H, self.M, self.N))
+        self.block_n = min(BLOCK_N, N)
+        self.block_m = min(BLOCK_M, M, max(32, TILE_ELEMENTS // (self.block_n * B * H)))
+        if self.block_m * B * H * self.block_n > TILE_ELEMENTS:
+            self.block_n = min(self.block_n, max(64, TILE_ELEMENTS // (self.block_m * B * H)))
         tile = self.block_m * self.block_n
-        heads = max(1, TILE_ELEMENTS // (tile * self.B)) // together * together or together
-        self.block_h = min(self.H, heads)
-        self.block_b = min(self.B, max(1, TILE_ELEMENTS // (tile * self.block_h)))
+        self.block_h = min(H, TILE_ELEMENTS // (tile * B) // together * together or together)
+        self.block_b = min(B, max(1, TILE_ELEMENTS // (tile * self.block_h)))
 
     def rows(self) -> Iterator[Rows]:
         for b in range(0, self.B, self.block_b):
@@ -148,7 +151,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fills out [B, H, M, Dv] and lse [2, B, H, M] (row maximum, log of the sum of exp(x - maximum))."""
+    """Fills out [B, H, M, Dv] and lse [2, B, H, M] (row maximum, sum of exp(x - maximum))."""
     for rows in problem.rows():
         row_max = torch.full(rows.q.shape[:3], -math.inf, device=out.device)
         row_sum = torch.zeros_like(row_max)
@@ -163,7 +166,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
             result.masked_fill_((is_nan & ~_post_of_nan(rows))[..., None], 0.0)
         out[rows.b, rows.h, rows.m] = result.to(out.dtype)
         lse[0, rows.b, rows.h, rows.m] = row_max
-        lse[1, rows.b, rows.h, rows.m] = row_sum.log()
+        lse[1, rows.b, rows.h, rows.m] = row_sum
 
 
 def _online(rows: Rows, tiles: list[slice], row_max: Tensor, row_sum: Tensor, acc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,12 +211,12 @@ def backward(
     for rows in problem.rows():
         do_rows = do[rows.b, rows.h, rows.m].float()
         delta = (do_rows * out[rows.b, rows.h, rows.m].float()).sum(-1, keepdim=True)
-        row_max, log_sum = (lse[i, rows.b, rows.h, rows.m][..., None] for i in (0, 1))
+        row_max, row_sum = (lse[i, rows.b, rows.h, rows.m][..., None] for i in (0, 1))
         dq_rows = torch.zeros_like(rows.q)
         kept, rest = rows.keys()
         for n in kept + (rest if rest and rows.needs_rest(row_max) else []):
             tile = Tile(rows, n)
-            p = ((tile.x - row_max) - log_sum).exp_()
+            p = (tile.x - row_max).exp_() / row_sum
             dropped = tile.dropout_scale()
             w, dw = tile.post(p), times(do_rows, tile.v.mT)
             if dropped is not None:
@@ -265,8 +268,12 @@ class CaptureGradient:
             used = [a for a in axes if isinstance(a, str)]
             gradient = gradient.sum([i for i, a in enumerate("bhmn") if a not in used]) if len(used) < 4 else gradient
             order = [a for a in "bhmn" if a in used]
+            gradient = gradient.permute([order.index(a) for a in used])
             at = {"b": tile.rows.b, "h": tile.rows.h, "m": tile.rows.m, "n": tile.n}
-            self.total[tuple(at[a] if isinstance(a, str) else a for a in axes)] += gradient.permute([order.index(a) for a in used])
+            # What lies outside the capture is an unselected branch. A slice clips itself; an integer would not.
+            if all(a < size for a, size in zip(axes, self.capture.shape, strict=True) if isinstance(a, int)):
+                place = self.total[tuple(at[a] if isinstance(a, str) else a for a in axes)]
+                place += gradient[tuple(slice(0, size) for size in place.shape)]
             return
         shape = gradient.shape
         index = [sc.evaluate(i, tile.env, tile.rows.problem.captures) for i in load.args]

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -101,9 +100,9 @@ def inner_streamed(
 
 
 @triton.jit
-def probabilities(x, row_max, log_sum):
-    """softmax from the two row statistics; NaN in rows that are wholly -inf, as torch. Never folds log2(e) into x."""
-    return tl.exp2((x - row_max) * LOG2E - log_sum * LOG2E)
+def probabilities(x, row_max, inverse_sum):
+    """softmax from the row statistics; NaN in rows that are wholly -inf, as torch. Never folds log2(e) into x."""
+    return tl.exp2((x - row_max) * LOG2E) * inverse_sum
 
 
 @triton.jit

@@ -6,12 +6,14 @@ appends a `Resources`. No driver and no GPU are needed; ptxas and cuobjdump come
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -68,6 +70,25 @@ class Compiler:
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
         self.found.append(_resources(compiled, self.capability, options))
+
+
+def compile_launches(problem: Any, need: list[bool], capability: int) -> dict[str, list[Resources]]:
+    """What the forward and backward of `problem` launch on a GPU of that capability, by kernel name."""
+    from torchflash.kernels import backward, launch
+
+    places = [(launch, "attention_forward"), (launch, "attention_backward_capture"), (backward, "attention_delta"),
+              (backward, "attention_backward_kv"), (backward, "attention_backward_q")]  # fmt: skip
+    stand_ins = {name: Compiler(getattr(module, name), capability) for module, name in places}
+    with contextlib.ExitStack() as stack:
+        for module, name in places:
+            stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        q, k, v = problem.q, problem.k, problem.v
+        out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype)
+        lse = torch.empty((2, *q.shape[:3]))
+        assert launch.forward(problem, out, lse)
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        assert launch.backward(problem, out, out, lse, *gradients, need) is not None
+    return {name: c.found for name, c in stand_ins.items() if c.found}
 
 
 def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any], specialize: bool) -> Any:

@@ -1,0 +1,198 @@
+"""What the op promises besides its values: shapes and strides (fake and real), empties, errors, derivatives it refuses, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import CASES, F16, F32, build
+from oracle import INF, Inputs, run_op
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+OP = torch.ops.torchflash.attention
+BACKWARD = torch.ops.torchflash.attention_backward
+BY_NAME = {c.name: c for c in CASES}
+CAUSAL = ("where(n <= m, 0.25 * s, -inf)", "n <= m", -INF, "p")
+
+
+def tensors(B=2, H=4, M=9, N=11, D=8, DV=8, heads=None, **kwargs):
+    torch.manual_seed(0)
+    return torch.randn(B, H, M, D, **kwargs), torch.randn(B, heads or H, N, D, **kwargs), torch.randn(B, heads or H, N, DV, **kwargs)
+
+
+def transposed(*xs):
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
+
+
+LAYOUTS = {
+    "contiguous": lambda xs: list(xs),
+    "heads_inside": lambda xs: transposed(*xs),
+    "mixed": lambda xs: [*transposed(xs[0]), *xs[1:]],
+    "columns": lambda xs: [x.mT.contiguous().mT for x in xs],
+    "broadcast": lambda xs: [xs[0], *(x[:, :1].expand(x.shape) for x in xs[1:])],
+}
+
+
+@pytest.mark.parametrize("layout", ["bhmd", "bmhd"])
+@pytest.mark.parametrize("strides", LAYOUTS)
+@pytest.mark.parametrize("shape", [{}, {"H": 1}, {"M": 1}, {"B": 1, "DV": 5}], ids=str)
+def test_fake_strides_are_the_real_ones(layout, strides, shape):
+    def forward_and_backward(q, k, v, t):
+        out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, layout)
+        dq, dk, dv, (dt,) = BACKWARD(out, q, k, v, out, lse, [t], [], [True], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None)
+        return out, lse, dq, dk, dv, dt
+
+    q, k, v = LAYOUTS[strides](tensors(**shape))
+    args = (q, k, v, torch.randn(k.shape[2], q.shape[2]).t())
+    real = forward_and_backward(*args)
+    with FakeTensorMode() as mode:
+        fake = forward_and_backward(*(mode.from_tensor(a) for a in args))
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+
+
+def test_out_layouts():
+    q, k, v = tensors()
+    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd")[0].is_contiguous()
+    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bmhd")[0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["causal", "bias", "documents", "grouped", "dropout", "pair_bias", "window"])
+def test_opcheck(name):
+    x = build(BY_NAME[name])
+    for leaf in x.leaves():
+        leaf.requires_grad_()
+    args = (x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bmhd")
+    torch.library.opcheck(OP.default, args)
+    out, lse = (t.detach() for t in OP(*args))
+    need = [c.is_floating_point() for c in x.captures]
+    plain = [t.detach() for t in (x.q, x.k, x.v)]
+    args = (out, *plain, out, lse, [c.detach() for c in x.captures], x.sizes, need, *args[5:11])
+    torch.library.opcheck(BACKWARD.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled_training_with_changing_lengths_is_one_graph():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(q, k, v, t):
+        out, _ = OP(q, k, v, [t], [q.shape[2]], "where(n <= m, 0.25 * s + t0[h, m], -inf)", "n <= m", -INF, "p", 0.0, None, "bmhd")
+        return out.sin().sum()
+
+    compiled = torch.compile(step, backend=counter, dynamic=True)
+    for length in (9, 17, 33):
+        xs = [x.requires_grad_() for x in (*tensors(M=length, N=length), torch.randn(4, length))]
+        got = torch.autograd.grad(compiled(*xs), xs)
+        for a, b in zip(got, torch.autograd.grad(step(*xs), xs), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("shape", [{"B": 0}, {"H": 0}, {"M": 0}, {"N": 0}, {"D": 0}, {"DV": 0}], ids=str)
+def test_empty(shape):
+    q, k, v = (x.requires_grad_() for x in tensors(**shape))
+    t = torch.randn(11, requires_grad=True)
+    out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[n]", "", -INF, "p", 0.0, None, "bmhd")
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == (2, *q.shape[:3])
+    if "N" in shape:
+        assert not out.count_nonzero()
+    for g, x in zip(torch.autograd.grad(out.sum(), [q, k, v, t]), [q, k, v, t], strict=True):
+        assert g.shape == x.shape and not g.isnan().any()
+
+
+def test_gradients_only_where_needed():
+    q, k, v = tensors()
+    q.requires_grad_()
+    a, b = torch.randn(4), torch.randn(4, requires_grad=True)
+    out, lse = OP(q, k, v, [a, b], [], "0.25 * s + (t0[h] + t1[h]) * float(n)", "", -INF, "p", 0.0, None, "bhmd")
+    assert not lse.requires_grad
+    out.sum().backward()
+    assert q.grad is not None and a.grad is None and b.grad is not None
+
+
+def test_double_backward_raises():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd")
+    (g,) = torch.autograd.grad(out.sin().sum(), [q], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(g.sum(), [q])
+
+
+def test_vmap_raises():
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match=r"vmap over a rewritten attention"):
+        torch.vmap(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd")[0])(q[None])
+
+
+def refused(kind, match, q, k, v, captures=(), programs=CAUSAL, dropout_p=0.0, seed=None, layout="bhmd"):
+    with pytest.raises(kind, match=match) as found:
+        OP(q, k, v, list(captures), [], *programs, dropout_p, seed, layout)
+    assert "\n" not in str(found.value)
+
+
+def test_errors_say_what_and_why_in_one_line():
+    q, k, v = tensors()
+    refused(ValueError, r"must be \[batch, heads, length, dim\]; got q \[4, 9, 8\]", q[0], k, v)
+    refused(ValueError, "heads of k and of v must divide", q, k[:, :3], v)
+    refused(ValueError, "q and k must have one dim", q, k[..., :4], v)
+    refused(ValueError, "k and v one length", q, k[:, :, :4], v)
+    refused(TypeError, "got torch.float16, torch.float32", q.half(), k, v)
+    refused(TypeError, "float64", q.double(), k.double(), v)
+    refused(ValueError, "unknown layout 'mbhd'; known: bhmd, bmhd", q, k, v, layout="mbhd")
+    refused(ValueError, "needs a seed", q, k, v, dropout_p=0.1)
+    refused(ValueError, r"dropout_p must be in \[0, 1\]; got 1.5", q, k, v, dropout_p=1.5)
+    refused(ValueError, "not part of the score language", q, k, v, programs=("s + q", "", -INF, "p"))
+    refused(ValueError, "loads t0 but there are 0 captures", q, k, v, programs=("s + t0[n]", "", -INF, "p"))
+
+
+class LargestTemporary(TorchDispatchMode):
+    """The most elements of a tensor created inside, apart from views and what is written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t._base is None:
+                self.largest = max(self.largest, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["fp32", "fp16"])
+def test_memory_does_not_grow_with_the_square_of_the_length(heads, dtype):
+    S, D = 2048, 16
+    q, k, v = (torch.randn(1, h, S, D, dtype=dtype, requires_grad=True) for h in (heads, 1, 1))
+    slopes = torch.randn(heads, requires_grad=True)
+    programs = ("where(n <= m, 0.25 * s + t0[h] * float(n - m), -inf)", "n <= m", -INF, "p")
+    with LargestTemporary() as seen:
+        out, _ = OP(q, k, v, [slopes], [], *programs, 0.1, torch.tensor([5]), "bmhd")
+        out.sum().backward()
+    assert seen.largest <= S * S // 4
+
+
+def test_a_gradient_as_large_as_the_scores_is_the_only_tensor_of_its_size():
+    S = 1024
+    q, k, v = (torch.randn(2, 2, S, 8).half().requires_grad_() for _ in range(3))
+    bias = torch.randn(2, S, S).half().requires_grad_()
+    out = OP(q, k, v, [bias], [], "0.25 * s + t0[h, m, n]", "", -INF, "p", 0.0, None, "bhmd")[0]
+
+    class Count(LargestTemporary):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            new = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() >= S * S]
+            self.found += sum(t._base is None and t.dtype == torch.float32 for t in new)
+            return out
+
+    with Count() as seen:
+        out.backward(torch.ones_like(out))
+    assert seen.found == 0 and bias.grad.dtype == torch.float16
+
+
+def test_the_same_call_gives_the_same_bits():
+    x = build(BY_NAME["dropout_gate_bias"])
+    assert torch.equal(run_op(x), run_op(x))
+    assert isinstance(x, Inputs)

@@ -1,0 +1,194 @@
+"""The Triton kernels themselves, run by Triton's interpreter on small shapes: same programs, same oracle, same budget.
+
+The interpreter must be chosen before the kernels are imported, so the tests run in a process of their own:
+TRITON_INTERPRET=1 python -m pytest tests/test_triton_interpreter.py does the same by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_cases import BF16, CASES, F16, F32, Case, build
+from oracle import INF, Inputs, check, run_op
+
+pytest.importorskip("triton")
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs in a process of its own")
+BY_NAME = {c.name: c for c in CASES}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is that process")
+def test_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(request, monkeypatch, poisoned):
+    """The blockwise torch implementation must not step in; and tiles are small, so that every axis has several."""
+    if not INTERPRETING:
+        yield
+        return
+    from torchflash.kernels import configs, launch, reference
+
+    def step_in(*args, **kwargs):
+        raise AssertionError("fell back to blockwise torch")
+
+    monkeypatch.setattr(reference, "forward", step_in)
+    monkeypatch.setattr(reference, "backward", step_in)
+    monkeypatch.setattr(configs, "tiles", lambda kernel, dim, itemsize: [configs.Tile(16, 32, 4, 1)])
+    launch._fitting.clear()
+    yield
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
+def test_programs(case: Case):
+    check(build(case), slack=case.slack)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["causal", "rows_without_keys_finfo", "bias", "relative_bias", "dropout_gate_bias", "grouped"])
+def test_half_precision(name: str, dtype: torch.dtype):
+    check(build(BY_NAME[name], dtype), slack=BY_NAME[name].slack)
+
+
+@interpreted
+def test_value_dtype_may_differ():
+    check(build(BY_NAME["causal"], BF16, v_dtype=F32), slack=2.0)
+    check(build(BY_NAME["causal"], F32, v_dtype=F16))
+
+
+@interpreted
+@pytest.mark.parametrize("D", [1, 3, 16, 20, 72, 80, 96, 112, 160, 192, 256, 300])
+def test_head_dimensions(D):
+    torch.manual_seed(0)
+    DV = {16: 40, 80: 300, 192: 128, 300: 24}.get(D, D)
+    q, k, v = torch.randn(1, 2, 18, D), torch.randn(1, 1, 35, D), torch.randn(1, 1, 35, DV)
+    check(Inputs(q, k, v, [torch.randn(2)], score=f"{D**-0.5} * s + t0[h] * 0.1 * float(n - m)"))
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 40), (2, 3, 40, 1), (1, 2, 33, 17), (9, 1, 4, 4), (1, 2, 16, 32)], ids=str)
+def test_lengths(shape):
+    B, H, M, N = shape
+    torch.manual_seed(0)
+    check(Inputs(torch.randn(B, H, M, 8), torch.randn(B, H, N, 8), torch.randn(B, H, N, 8), score="0.3 * s"))
+
+
+@interpreted
+def test_strides():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 20, 2, 8).transpose(1, 2), torch.randn(1, 2, 8, 33).transpose(2, 3)
+    v = torch.randn(1, 2, 66, 16)[:, :, ::2, ::2]
+    x = Inputs(q, k, v, [torch.randn(33, 20).t()], score="0.3 * s + t0[m, n]", layout="bmhd")
+    for do in (None, torch.ones(()).expand(1, 2, 20, 8), torch.randn(1, 2, 20, 16)[..., ::2]):
+        check(x, do=do)
+    kv = torch.randn(2, 1, 9, 8).expand(2, 4, 9, 8)
+    check(Inputs(torch.randn(2, 4, 9, 8), kv, kv.clone()))
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_a_bad_score_spoils_its_row_only(bad):
+    torch.manual_seed(0)
+    bias = torch.zeros(20, 24)
+    bias[3, 5] = bad
+    q, k, v = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)
+    x = Inputs(q, k, v, [bias], score="0.3 * s + t0[m, n]")
+    out = run_op(x)
+    assert out[:, :, 3].isnan().all() and not out[:, :, [0, 1, 2, *range(4, 20)]].isnan().any()
+    x.post = "nan_to_num(p)"
+    assert (run_op(x)[:, :, 3] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["bias", "bias_batch", "bias_twice", "alibi", "learned_scale", "weight_after", "dropout_gate_bias"])
+def test_deterministic_gradients_of_captures(name: str):
+    x = build(BY_NAME[name])
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(x, slack=BY_NAME[name].slack)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@interpreted
+def test_scattered_gradients_alert_when_determinism_is_asked_for():
+    x = build(BY_NAME["relative_bias"])
+    x.captures[0].requires_grad_()
+    try:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(RuntimeError, match="no deterministic implementation"):
+            run_op(x).sum().backward()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="no deterministic implementation"):
+            run_op(x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@interpreted
+def test_dropout_is_that_of_the_torch_implementation():
+    from torchflash.kernels import philox
+
+    B, H, M, N, p = 2, 3, 40, 24, 0.25
+    for seed in (7, 2**40 + 3, -5):
+        x = Inputs(
+            torch.zeros(B, H, M, 8), torch.zeros(B, H, N, 8), torch.eye(N).expand(B, H, N, N), score="0.0 * s", dropout_p=p, seed=torch.tensor([seed])
+        )
+        b, h, m, n = (torch.arange(size).view([-1 if i == j else 1 for j in range(4)]) for i, size in enumerate((B, H, M, N)))
+        torch.testing.assert_close(run_op(x) * N, philox.scale(p, x.seed, ((b * H + h) * M + m) * N + n))
+
+
+@interpreted
+def test_tiles_that_are_not_kept_are_not_read():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 1, 64, 8), torch.randn(1, 1, 64, 8), torch.randn(1, 1, 64, 8)
+    x = Inputs(q, k, v, score="where(n < 20, 0.3 * s, -inf)", keep="n < 20")
+    expected = run_op(x)
+    k[:, :, 32:] = float("nan")  # would spoil everything: NaN is masked, but 0 * NaN in the values is not
+    v[:, :, 32:] = float("nan")
+    assert torch.equal(run_op(x), expected)
+
+
+@interpreted
+def test_a_tile_that_does_not_fit_falls_back(monkeypatch, caplog):
+    from triton.runtime.errors import OutOfResources
+
+    from torchflash.kernels import configs, launch, reference
+
+    tried = []
+    kernel = launch.attention_forward
+
+    class Small:
+        def __getitem__(self, grid):
+            def call(**arguments):
+                tried.append(arguments["BLOCK_M"])
+                if arguments["BLOCK_M"] > limit:
+                    raise OutOfResources(1, 0, "shared memory")
+                kernel[grid](**arguments)
+
+            return call
+
+    monkeypatch.setattr(launch, "attention_forward", Small())
+    monkeypatch.setattr(configs, "tiles", lambda *a: [configs.Tile(m, 16, 4, 1) for m in (64, 32, 16)])
+    x = build(BY_NAME["causal"])
+    limit = 16
+    expected = run_op(x)
+    assert tried == [64, 32, 16]
+    run_op(x)
+    assert tried == [64, 32, 16, 16]  # what fits is remembered
+    limit = 0
+    launch._fitting.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "attention_forward", Small())
+    assert reference.forward
+    torch.testing.assert_close(run_op(x), expected)
+    assert "running blockwise torch" in caplog.text
