@@ -1,11 +1,12 @@
 """The backward kernels: row statistics, then dK/dV by key blocks and dQ by query blocks, no atomics on any of them.
 
-With p = exp(x - lse), w = post(p) · dropout, out = w v:
+With p = softmax(x), w = post(p) · dropout, out = w v:
 
-    dv = wᵀ do     dw = do vᵀ · dropout     dp = post'(dw)     dx = p (dp - delta)     ds = score'(dx)     dq = ds k     dk = dsᵀ q
+    dv = wᵀ do    dw = do vᵀ · dropout    dp = post'(dw)    dx = p (dp - delta)
+    ds = score'(dx)    dq = ds k    dk = dsᵀ q
 
-delta = Σ_d do · out = Σ_n p dp, as post is linear in p. Every tile is masked, in one loop: two loops sharing accumulators, or a
-branch around a dot, would serialise the tensor cores.
+delta = Σ_d do · out = Σ_n p dp, as post is linear in p. Every tile is masked, in one loop: two loops sharing
+accumulators, or a branch around a dot, would serialise the tensor cores.
 """
 
 from __future__ import annotations
@@ -72,17 +73,19 @@ def kept_queries(KEEP: tl.constexpr, b, h0, h1, n0, M, N, Z, BLOCK_M: tl.constex
 @triton.jit(do_not_specialize=(*UNSPECIALIZED, "HEADS"))
 def attention_backward_kv(
     Q, K, V, DO, LSE, DELTA, NEEDY, DK, DV_, SEED, T, S,
-    q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
+    q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d,
+    dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     H, HEADS, GROUP_K, GROUP_V, M, N, plane, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, threshold, keep_scale,
-    SCORE: tl.constexpr, SCORE_GRADIENT: tl.constexpr, POST: tl.constexpr, POST_GRADIENT: tl.constexpr, KEEP: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, SLICES: tl.constexpr, STREAM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCORE: tl.constexpr, SCORE_GRADIENT: tl.constexpr, POST: tl.constexpr, POST_GRADIENT: tl.constexpr,
+    KEEP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key block: HEADS query heads share it and are added here, one after the other.
 
-    Tiles are transposed, [BLOCK_N, BLOCK_M], so that both products take them as they are. Where k and v have different numbers
-    of heads (not SHARED) dK and dV come from two launches, and the operand that changes with the query head is read again.
+    Tiles are transposed, [BLOCK_N, BLOCK_M], so that both products take them as they are. Where k and v have different
+    numbers of heads (not SHARED) dK and dV come from two launches, and what changes with the query head is read again.
     """
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(N, BLOCK_N) * SLICES
@@ -110,7 +113,7 @@ def attention_backward_kv(
     lo, hi = kept_queries(KEEP, b, h0, h0 + HEADS - 1, n0, M, N, Z, BLOCK_M, BLOCK_N)
     if KEEP is not None:
         needy = tl.max(tl.zeros([1], tl.int32), 0)
-        for head in range(0, HEADS):
+        for head in range(HEADS):
             needy = tl.maximum(needy, tl.load(NEEDY + b * H + h0 + head))
         lo = tl.where(needy > 0, 0, lo)
         hi = tl.where(needy > 0, tl.cdiv(M, BLOCK_M) * BLOCK_M, hi)
@@ -152,7 +155,9 @@ def attention_backward_kv(
             dv = accumulate(dv, w.to(DO.dtype.element_ty), do, PRECISION)
         if WANT_DK:
             if STREAM:
-                dp = inner_streamed(vv_at, n, N, v_n, v_d, do_at, m, M, g_m, g_d, DV, STREAM, BLOCK_N, BLOCK_M, PRECISION)
+                dp = inner_streamed(
+                    vv_at, n, N, v_n, v_d, do_at, m, M, g_m, g_d, DV, STREAM, BLOCK_N, BLOCK_M, PRECISION
+                )
                 q = (load_chunk(q_at, m, M, q_m, q_d, (block % SLICES) * CHUNKS[0], D, CHUNKS[0], False),)
             else:
                 dp = inner(v, do, PRECISION)  # [BLOCK_N, BLOCK_M]
@@ -180,10 +185,10 @@ def attention_backward_q(
     H, GROUP_K, GROUP_V, M, N, plane, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, fill, threshold, keep_scale,
     SCORE: tl.constexpr, SCORE_GRADIENT: tl.constexpr, POST_GRADIENT: tl.constexpr, KEEP: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, SLICES: tl.constexpr, STREAM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of query rows. The gradients of captured tensors that need a scatter are added to G on the way."""
+    """dQ of one block of query rows. Gradients of captured tensors that need a scatter are added to G on the way."""
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(M, BLOCK_M) * SLICES
     bh = tl.program_id(0) // blocks

@@ -1,5 +1,6 @@
-"""Gradient of a captured tensor that is indexed by plain axes (t0[h, m, n], t1[b], …), without atomics and without a float32
-copy of it: one program per tile of the axes the index uses, which loops over the axes it does not use, always in one order.
+"""Gradient of a captured tensor that is indexed by plain axes (t0[h, m, n], t1[b], …), without atomics and without a
+float32 copy of it: one program per tile of the axes the index uses, which loops over the axes it does not use, always
+in one order.
 
 Other indices (a relative position, an embedding of document numbers) are scattered by the dQ kernel instead.
 """

@@ -1,8 +1,9 @@
 """The forward kernel: one program per (batch, head, block of query rows[, slice of value columns]).
 
 Online softmax (Milakov & Gimelshein, 2018; FlashAttention-2) around a score program. The row statistics are stored as
-two planes, the row maximum and the sum of exp(x - maximum), not as one log-sum-exp: where every score of a row is a huge
-negative fill, maximum + log(sum) rounds to the maximum, and a rounded logarithm is the same error in a whole row.
+two planes, the row maximum and the sum of exp(x - maximum), not as one log-sum-exp: where every score of a row is a
+huge negative fill, maximum + log(sum) rounds to the maximum, and a rounded logarithm is the same error in a whole
+row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torchflash.kernels.tiles import (
     zero_chunks,
 )
 
-UNSPECIALIZED = ("H", "GROUP_K", "GROUP_V", "M", "N", "Z0", "Z1", "Z2", "Z3", "Z4", "Z5", "Z6", "Z7", "threshold", "plane")
+SIZES = ("Z0", "Z1", "Z2", "Z3", "Z4", "Z5", "Z6", "Z7")
+UNSPECIALIZED = ("H", "GROUP_K", "GROUP_V", "M", "N", "threshold", "plane", *SIZES)
 
 
 @triton.jit
@@ -61,8 +63,8 @@ def attention_forward(
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_m, o_d,
     H, GROUP_K, GROUP_V, M, N, plane, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, fill, threshold, keep_scale,
     SCORE: tl.constexpr, POST: tl.constexpr, KEEP: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, SLICES: tl.constexpr, STREAM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(M, BLOCK_M) * SLICES
@@ -87,9 +89,9 @@ def attention_forward(
     acc = zero_chunks(BLOCK_M, CHUNKS_V)  # [BLOCK_M, DV]
 
     lo, hi = kept_keys(KEEP, b, h, m0, M, N, Z, BLOCK_M, BLOCK_N)
-    # First the range that may be kept. Only if a row has then not seen a score far above the fill, also the rest: there the
-    # fill weighs something, and skipping would be wrong. The order of tiles does not matter.
-    for rest in range(0, 1 if KEEP is None else 2):
+    # First the range that may be kept. Only if a row has then not seen a score far above the fill, also the rest: there
+    # the fill weighs something, and skipping would be wrong. The order of tiles does not matter.
+    for rest in range(1 if KEEP is None else 2):
         first, count = lo, (hi - lo) // BLOCK_N
         if KEEP is not None:
             needy = tl.max(((m < M) & ((row_max - fill > 128.0) == 0)).to(tl.int32), 0)
@@ -134,7 +136,7 @@ def attention_forward(
             stays = post_of_nan(POST, b, h, m, M, N, T, S, Z, BLOCK_M, BLOCK_N) > 0
             out = ()
             for c in tl.static_range(len(CHUNKS_V)):
-                out = out + (tl.where((is_nan & (stays == 0))[:, None], 0.0, acc[c]),)
+                out += (tl.where((is_nan & (stays == 0))[:, None], 0.0, acc[c]),)  # type: ignore[assignment]
             acc = out
 
     o_at = OUT + b.to(tl.int64) * o_b + h.to(tl.int64) * o_h

@@ -1,8 +1,8 @@
 """Loads generated Triton source, so that no two sources can ever be taken for one another.
 
-Triton compiles what `inspect` returns for a function, and keys its caches by the function's name and that source. So each
-source lives in linecache under a file name that is its own hash, the hash is part of the function's name, one text is loaded
-once, and the source Triton will compile is checked to be ours.
+Triton compiles what `inspect` returns for a function, and keys its caches by the function's name and that source. So
+each source lives in linecache under a file name that is its own hash, the hash is part of the function's name, one
+text is loaded once, and the source Triton will compile is checked to be ours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torchflash.kernels import tiles
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def function(stem: str, parameters: str, body: tuple[str, ...], result: str) -> Any:
     """The jitted function `def <stem>_<hash>(<parameters>): <body lines>; return <result>`."""
     lines = "".join(f"    {line}\n" for line in (*body, f"return {result}"))

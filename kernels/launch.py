@@ -1,6 +1,8 @@
-"""Launches the Triton kernels for one attention: tiles, grids, specialisations, and the way down when a tile does not fit.
+"""Launches the Triton kernels for one attention: tiles, grids, specialisations, and the way down when a tile does not
+fit.
 
-`forward` and `backward` return False / None where no configuration fits the device; the caller then runs blockwise torch.
+`forward` and `backward` return False / None where no configuration fits the device; the caller then runs blockwise
+torch.
 """
 
 from __future__ import annotations
@@ -71,9 +73,9 @@ class Operands:
             SEED=p.seed, T=self.T, S=self.S, **{f"Z{i}": z for i, z in enumerate(sizes)},
         )  # fmt: skip
         self.D, self.DV = p.q.shape[-1], p.v.shape[-1]
-        self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE
-        self.held = configs.STREAM_SLICE if self.stream else max(self.D, self.DV)
         self.itemsize = max(p.q.dtype.itemsize, p.v.dtype.itemsize)
+        self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE[self.itemsize]
+        self.held = configs.STREAM_SLICE if self.stream else max(self.D, self.DV)
         self.common["KEEP"] = lower.keep_function(self.program, MAX_SIZES)
         self.common["SCORE"] = lower.value_function(self.program, "score", self.ranks)
         self.post = lower.value_function(self.program, "post", self.ranks) if self.program.post is not None else None
@@ -85,16 +87,16 @@ class Operands:
 
     def dims(self, slices: int | None = None) -> dict[str, Any]:
         """Head-dimension arguments; `slices` is the dimension whose columns are shared out when streaming."""
-        d = dict(D=self.D, DV=self.DV, STREAM=0, SLICES=1)
+        held, shared = {"D": self.D, "DV": self.DV, "STREAM": 0, "SLICES": 1}, -(-(slices or 1) // configs.STREAM_SLICE)
         if not self.stream:
-            return d | dict(CHUNKS=configs.chunks(self.D), CHUNKS_V=configs.chunks(self.DV))
+            return held | {"CHUNKS": configs.chunks(self.D), "CHUNKS_V": configs.chunks(self.DV)}
         part = (configs.STREAM_SLICE,)
-        return d | dict(CHUNKS=part, CHUNKS_V=part, STREAM=configs.STREAM_CHUNK, SLICES=-(-(slices or 1) // configs.STREAM_SLICE))
+        return held | {"CHUNKS": part, "CHUNKS_V": part, "STREAM": configs.STREAM_CHUNK, "SLICES": shared}
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
     """q=… -> q_b, q_h, q_m, q_d; keys and values (k, v, dk, dv) name their rows n."""
-    found = {}
+    found: dict[str, int] = {}
     for name, x in tensors.items():
         axes = "bhnd" if name in ("k", "v", "dk", "dv") else "bhmd"
         found |= {f"{name}_{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
@@ -109,12 +111,27 @@ def run(kernel: Any, name: str, o: Operands, grid: Callable[[configs.Tile], int]
     """Launch with the first tile that fits; False when none does. What fits is remembered."""
     choices = configs.tiles(name, o.held, o.itemsize)
     functions = tuple(v for k, v in arguments.items() if k.isupper() and callable(v))
-    key = (name, o.problem.q.device, o.program, functions, o.D, o.DV, o.problem.q.dtype, o.problem.v.dtype, arguments["PRECISION"])
+    key = (
+        name,
+        o.problem.q.device,
+        o.program,
+        functions,
+        o.D,
+        o.DV,
+        o.problem.q.dtype,
+        o.problem.v.dtype,
+        arguments["PRECISION"],
+    )
     for i in range(_fitting.get(key, 0), len(choices)):
         tile = choices[i]
         try:
             kernel[(grid(tile),)](
-                **arguments, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.warps, num_stages=tile.stages, **extra_options()
+                **arguments,
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                **extra_options(),
             )
         except OutOfResources as e:
             log.info("%s with %s does not fit: %s", name, tile, e)
@@ -128,7 +145,7 @@ def run(kernel: Any, name: str, o: Operands, grid: Callable[[configs.Tile], int]
     return False
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def extra_options() -> dict[str, Any]:
     return {} if interpreting() else {"enable_fp_fusion": True}  # the default differs between versions of triton
 
@@ -146,8 +163,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
 
     with device_guard(p.q.device):
         return run(
-            attention_forward, "forward", o, grid, Q=p.q, K=p.k, V=p.v, OUT=out, LSE=lse, fill=p.program.fill, POST=o.post,
-            **strides(q=p.q, k=p.k, v=p.v, o=out), **o.common, **dims,
+            attention_forward, "forward", o, grid, Q=p.q, K=p.k, V=p.v, OUT=out, LSE=lse,
+            fill=p.program.fill, POST=o.post, **strides(q=p.q, k=p.k, v=p.v, o=out), **o.common, **dims,
         )  # fmt: skip
 
 
@@ -161,10 +178,11 @@ def backward(
     with device_guard(p.q.device):
         block = 64 if o.DV <= 128 else 32
         bwd.attention_delta[(p.B * p.H * triton.cdiv(p.M, block),)](
-            OUT=out, DO=do, LSE=lse, DELTA=delta, NEEDY=needy, **strides(o=out, g=do), H=p.H, M=p.M, fill=p.program.fill,
-            KEEP=o.common["KEEP"], DV=o.DV, BLOCK_D=min(128, max(16, triton.next_power_of_2(o.DV))), BLOCK_M=block, **extra_options(),
+            OUT=out, DO=do, LSE=lse, DELTA=delta, NEEDY=needy, **strides(o=out, g=do), H=p.H, M=p.M,
+            fill=p.program.fill, KEEP=o.common["KEEP"], DV=o.DV, BLOCK_M=block,
+            BLOCK_D=min(128, max(16, triton.next_power_of_2(o.DV))), **extra_options(),
         )  # fmt: skip
-        saved = dict(DO=do, LSE=lse, DELTA=delta)
+        saved = {"DO": do, "LSE": lse, "DELTA": delta}
         if not _backward_kv(o, saved, needy, dk, dv):
             return None
         plans = [CapturePlan(o, i) if n else None for i, n in enumerate(need)]
@@ -187,8 +205,8 @@ class CapturePlan:
         self.index, self.capture = index, o.problem.captures[index]
         self.loads = o.program.loads_of(index)
         axes = [plain_axes(e) for e in self.loads]
-        # The kernel of its own recomputes the tile. It pays where a gradient is as large as the scores (no float32 copy, no
-        # atomic per score) and is the only way to the same bits every time.
+        # The kernel of its own recomputes the tile. It pays where a gradient is as large as the scores (no float32
+        # copy, no atomic per score) and is the only way to the same bits every time.
         possible = all(a is not None and self._spans(o, a) for a in axes)
         large = possible and all(a is not None and "m" in a and "n" in a for a in axes)
         self.scattered = bool(self.loads) and not (large or (possible and torch.are_deterministic_algorithms_enabled()))
@@ -200,13 +218,17 @@ class CapturePlan:
         """Whether the capture holds every index: not so inside an unselected branch of a where."""
         p = o.problem
         sizes = {"b": p.B, "h": p.H, "m": p.M, "n": p.N}
-        return all(size >= (sizes[a] if isinstance(a, str) else a + 1) for a, size in zip(axes, self.capture.shape, strict=True))
+        return all(
+            size >= (sizes[a] if isinstance(a, str) else a + 1)
+            for a, size in zip(axes, self.capture.shape, strict=True)
+        )
 
 
 def _alert_not_deterministic(loads: list[str]) -> None:
     text = (
-        f"torchflash: the gradient of a captured tensor indexed as {', '.join(loads)} is summed by atomic additions and has no "
-        "deterministic implementation; index it by plain axes, or set torch.use_deterministic_algorithms(True, warn_only=True)"
+        f"torchflash: the gradient of a captured tensor indexed as {', '.join(loads)} is summed by atomic additions "
+        "and has no deterministic implementation; index it by plain axes, or pass warn_only=True to "
+        "torch.use_deterministic_algorithms"
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(text)
@@ -235,7 +257,8 @@ def _backward_capture(o: Operands, saved: dict[str, Any], plan: CapturePlan, loa
 
     return run(
         attention_backward_capture, "backward_capture", o, grid, Q=p.q, K=p.k, V=p.v, **saved, GRADIENT=gradient, B=p.B,
-        **{f"t_{axis}": used.get(axis, 0) for axis in "bhmn"}, **{f"USES_{axis.upper()}": axis in used for axis in "bhmn"},
+        **{f"t_{axis}": used.get(axis, 0) for axis in "bhmn"},
+        **{f"USES_{axis.upper()}": axis in used for axis in "bhmn"},
         POST_GRADIENT=o.gradient("post"), SCORE_ADJOINT=adjoint("score"), POST_ADJOINT=adjoint("post"),
         **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"]), **o.common, **o.dims(),
     )  # fmt: skip
@@ -261,7 +284,9 @@ def _backward_kv(o: Operands, saved: dict[str, Any], needy: Tensor, dk: Tensor, 
     return True
 
 
-def _backward_q(o: Operands, saved: dict[str, Any], dq: Tensor, scattered: tuple[int, ...], buffers: Sequence[Tensor | None]) -> bool:
+def _backward_q(
+    o: Operands, saved: dict[str, Any], dq: Tensor, scattered: tuple[int, ...], buffers: Sequence[Tensor | None]
+) -> bool:
     p = o.problem
     dims = o.dims(o.D)
     G: tuple[Any, ...] = ()
@@ -274,7 +299,8 @@ def _backward_q(o: Operands, saved: dict[str, Any], dq: Tensor, scattered: tuple
         return p.B * p.H * triton.cdiv(p.M, tile.block_m) * dims["SLICES"]
 
     return run(
-        bwd.attention_backward_q, "backward_q", o, grid, Q=p.q, K=p.k, V=p.v, **saved, DQ=dq, G=G, GS=GS, fill=p.program.fill,
+        bwd.attention_backward_q, "backward_q", o, grid, Q=p.q, K=p.k, V=p.v, **saved, DQ=dq, G=G, GS=GS,
+        fill=p.program.fill,
         SCORE_GRADIENT=o.gradient("score", scattered), POST_GRADIENT=o.gradient("post", scattered),
         **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"], dq=dq), **o.common, **dims,
     )  # fmt: skip

@@ -8,9 +8,9 @@ The score program `where((n <= m) & t0[b, n], 0.125 * s, -inf)` becomes
         …
         return x4
 
-`b`, `h` are scalars; `m`, `n` are int32 tiles that broadcast, [BLOCK_M, 1] and [1, BLOCK_N] or the transposes, so that one
-function serves every kernel. T holds the captured pointers, S their strides and then sizes, both flat, Z the sizes z0 z1 ….
-A load is masked by the capture's own bounds: tile tails and unselected branches read nothing.
+`b`, `h` are scalars; `m`, `n` are int32 tiles that broadcast, [BLOCK_M, 1] and [1, BLOCK_N] or the transposes, so
+that one function serves every kernel. T holds the captured pointers, S their strides and then sizes, both flat, Z the
+sizes z0 z1 …. A load is masked by the capture's own bounds: tile tails and unselected branches read nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torchflash.score import Expr
 
 INDICES = "b, h, m, n, T, S, Z"
 _LARGEST = 3.4028234663852886e38
-_CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt_rn", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos", "erf": "tl.erf",
-          "tanh": "tanh", "sigmoid": "sigmoid", "expm1": "expm1", "log1p": "log1p",
-          "floor": "tl.floor", "ceil": "tl.ceil", "trunc": "trunc", "round": "round_even"}  # fmt: skip
+_CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt_rn", "rsqrt": "tl.rsqrt",
+          "sin": "tl.sin", "cos": "tl.cos", "erf": "tl.erf", "tanh": "tanh", "sigmoid": "sigmoid",
+          "expm1": "expm1", "log1p": "log1p", "floor": "tl.floor", "ceil": "tl.ceil",
+          "trunc": "trunc", "round": "round_even"}  # fmt: skip
 
 
 def float_text(v: float) -> str:
@@ -48,7 +49,13 @@ def float_text(v: float) -> str:
 class Printer:
     """An algebra for `score.interpret`: emits one line per operation, returns its text."""
 
-    def __init__(self, kinds: dict[str, str], ranks: Sequence[int], rename: dict[str, str] | None = None, lines: list[str] | None = None):
+    def __init__(
+        self,
+        kinds: dict[str, str],
+        ranks: Sequence[int],
+        rename: dict[str, str] | None = None,
+        lines: list[str] | None = None,
+    ):
         self.kinds, self.rename = kinds, rename or {}
         self.lines: list[str] = [] if lines is None else lines
         self.kind_memo: dict[Expr, Any] = {}
@@ -109,7 +116,13 @@ class Printer:
         pointer = f"T[{e.value[1:]}] + ({offset})"
         value = self.emit(f"tl.load({pointer}, mask={mask}, other=0)" if mask else f"tl.load({pointer})")
         kind = self.kind(e)
-        return value if kind == "b" else self.emit(f"{'tl.cast' if kind == 'f' else 'as_index'}({value}{', tl.float32' if kind == 'f' else ''})")
+        return (
+            value
+            if kind == "b"
+            else self.emit(
+                f"{'tl.cast' if kind == 'f' else 'as_index'}({value}{', tl.float32' if kind == 'f' else ''})"
+            )
+        )
 
     # -------------------------------------------------------------------------------------------------- operations
 
@@ -224,7 +237,7 @@ def full_tile(e: Expr, text: str, like: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- functions
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def value_function(program: Program, which: str, ranks: tuple[int, ...]) -> Any:
     """score(s, …) or post(p, …) as a jitted function."""
     e = program.score if which == "score" else program.post
@@ -235,10 +248,11 @@ def value_function(program: Program, which: str, ranks: tuple[int, ...]) -> Any:
     return generated.function(which, f"{argument}, {INDICES}", tuple(printer.lines), full_tile(e, text, argument))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def gradient_function(program: Program, which: str, ranks: tuple[int, ...], scatter: tuple[int, ...]) -> Any:
-    """The gradient for s (of score) or p (of post), which also adds the gradients of the captures in `scatter` to float32
-    buffers: G holds their pointers, GS their strides (at the places of S); lanes that are not `valid` add nothing."""
+    """The gradient for s (of score) or p (of post), which also adds the gradients of the captures in `scatter` to
+    float32 buffers: G holds their pointers, GS their strides (at the places of S); lanes that are not `valid` add
+    nothing."""
     vjp, argument, leaf = (program.score_vjp, "s", S) if which == "score" else (program.post_vjp, "p", P)
     printer = Printer(program.kind_map, ranks)
     memo: dict[Expr, Any] = {}
@@ -248,11 +262,14 @@ def gradient_function(program: Program, which: str, ranks: tuple[int, ...], scat
         if load.op == "load" and int(load.value[1:]) in scatter:
             value = full_tile(adjoint, sc.interpret(adjoint, printer, memo), "g")
             _scatter(printer, load, value, [sc.interpret(i, printer, memo) for i in load.args])
-    return generated.function(f"{which}_gradient", f"g, {argument}, {INDICES}, valid, G, GS", tuple(printer.lines), result)
+    return generated.function(
+        f"{which}_gradient", f"g, {argument}, {INDICES}, valid, G, GS", tuple(printer.lines), result
+    )
 
 
 def _scatter(printer: Printer, load: Expr, value: str, indices: list[str]) -> None:
-    """Add a [BLOCK_M, BLOCK_N] tile of gradients: first summed over the axes the index does not use, then by atomics."""
+    """Add a [BLOCK_M, BLOCK_N] tile of gradients: first summed over the axes the index does not use, then by
+    atomics."""
     used = sc.names(*load.args)
     value = printer.emit(f"tl.where(valid, {value}, 0.0)")
     if "n" not in used:
@@ -265,14 +282,16 @@ def _scatter(printer: Printer, load: Expr, value: str, indices: list[str]) -> No
     printer.lines.append(f"tl.atomic_add(G[{load.value[1:]}] + {at}, {value}, mask={inside}, sem='relaxed')")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def adjoint_function(program: Program, which: str, load: Expr, ranks: tuple[int, ...]) -> Any:
     """The gradient tile that reaches one `load`, for the kernel that sums it without atomics."""
     vjp, argument = (program.score_vjp, "s") if which == "score" else (program.post_vjp, "p")
     printer = Printer(program.kind_map, ranks)
     adjoint = vjp[load]
     text = sc.interpret(adjoint, printer)
-    return generated.function(f"{which}_adjoint", f"g, {argument}, {INDICES}", tuple(printer.lines), full_tile(adjoint, text, "g"))
+    return generated.function(
+        f"{which}_adjoint", f"g, {argument}, {INDICES}", tuple(printer.lines), full_tile(adjoint, text, "g")
+    )
 
 
 class _Source:
@@ -329,9 +348,10 @@ class _Source:
         return {"True": "False", "False": "True"}.get(a, f"({a} == 0)")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def keep_function(program: Program, sizes: int) -> Any | None:
-    """may_keep(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be kept; None if always."""
+    """may_keep(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be kept; None if
+    always."""
     if program.keep is None:
         return None
     env = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}

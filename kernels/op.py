@@ -1,9 +1,10 @@
 """torch.ops.torchflash.attention and its explicit backward: schema, checks, shapes and strides, dispatch.
 
-    s = q · k over D        x = score(s, b, h, m, n, …)        p = softmax over n of x        out = Σ_n post(p) · dropout · v
+    s = q · k over D      x = score(s, b, h, m, n, …)      p = softmax over n of x      out = Σ_n post(p) · dropout · v
 
-q [B, H, M, D], k [B, Hk, N, D], v [B, Hv, N, Dv] with any strides; head h of q uses head h // (H // Hk) of k and h // (H // Hv)
-of v. `score`, `keep` and `post` are programs (torchflash/score.py) over the `captures` t0 t1 … and `sizes` z0 z1 ….
+q [B, H, M, D], k [B, Hk, N, D], v [B, Hv, N, Dv] with any strides; head h of q uses head h // (H // Hk) of k and h //
+(H // Hv) of v. `score`, `keep` and `post` are programs (torchflash/score.py) over the `captures` t0 t1 … and `sizes`
+z0 z1 ….
 
 Strides of the results, the same for real and fake tensors:
     out        [B, H, M, Dv] contiguous ("bhmd"), or contiguous as [B, M, H, Dv] and viewed as [B, H, M, Dv] ("bmhd")
@@ -32,13 +33,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 library = torch.library.Library("torchflash", "DEF")
 library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str score, str keep, float fill, str post, "
-    "float dropout_p, Tensor? seed, str layout) -> (Tensor out, Tensor lse)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str score, str keep, float fill, "
+    "str post, float dropout_p, Tensor? seed, str layout) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] captures, SymInt[] sizes, "
-    "bool[] need, str score, str keep, float fill, str post, float dropout_p, Tensor? seed) -> "
+    "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] captures, "
+    "SymInt[] sizes, bool[] need, str score, str keep, float fill, str post, float dropout_p, Tensor? seed) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -56,13 +57,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], dropout_
     (B, H, _, D), (Bk, Hk, N, Dk), (Bv, Hv, Nv, _) = q.shape, k.shape, v.shape
     if not (B == Bk == Bv and D == Dk and N == Nv):
         raise ValueError(
-            f"torchflash::attention: batch sizes must agree, q and k must have one dim, k and v one length; got {shapes()}"
+            "torchflash::attention: batch sizes must agree, q and k must have one dim, k and v one length; "
+            f"got {shapes()}"
         )
     if H and (not Hk or not Hv or H % Hk or H % Hv):
         raise ValueError(f"torchflash::attention: the heads of k and of v must divide those of q; got {shapes()}")
     if q.dtype != k.dtype or any(x.dtype not in DTYPES for x in (q, k, v)):
         raise TypeError(
-            f"torchflash::attention: q and k must have one dtype, all of float16, bfloat16, float32; got {q.dtype}, {k.dtype}, {v.dtype}"
+            "torchflash::attention: q and k must have one dtype, all of float16, bfloat16, float32; "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     others = [k, v, *(c for c in captures if c.dim()), *([seed] if seed is not None else [])]
     if any(x.device != q.device for x in others):
@@ -111,7 +114,14 @@ def _kernels_for(q: Tensor, v: Tensor) -> Any | None:
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], texts: tuple[str, str, float, str], dropout_p: float, seed: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: Sequence[Tensor],
+    sizes: Sequence[int],
+    texts: tuple[str, str, float, str],
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> reference.Problem:
     _check(q, k, v, captures, dropout_p, seed)
     program = programs.read(*texts, programs.kinds_of(captures))
@@ -120,8 +130,8 @@ def _problem(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float, post: str, dropout_p: float,
-    seed: Tensor | None, layout: str,
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     problem = _problem(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed)
     out, lse = _empty_out(q, v, layout), _empty_lse(q)
@@ -134,14 +144,19 @@ def _forward(
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int], need: list[bool], score: str,
-    keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int],
+    need: list[bool], score: str, keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     problem = _problem(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed)
     dq, dk, dv = map(_empty_gradient, (q, k, v))
     wanted = [c for c, n in zip(captures, need, strict=True) if n]
     if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), [torch.zeros(c.shape, dtype=c.dtype, device=c.device) for c in wanted]
+        return (
+            dq.zero_(),
+            dk.zero_(),
+            dv.zero_(),
+            [torch.zeros(c.shape, dtype=c.dtype, device=c.device) for c in wanted],
+        )
     kernels = _kernels_for(q, v)
     gradients = None if kernels is None else kernels.backward(problem, do, out, lse, dq, dk, dv, need)
     if gradients is None:
@@ -156,16 +171,16 @@ for _key in ("CPU", "CUDA"):
 
 @torch.library.register_fake("torchflash::attention", lib=library)
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float, post: str, dropout_p: float,
-    seed: Tensor | None, layout: str,
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_out(q, v, layout), _empty_lse(q)
 
 
 @torch.library.register_fake("torchflash::attention_backward", lib=library)
 def _backward_fake(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int], need: list[bool], score: str,
-    keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int],
+    need: list[bool], score: str, keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     dq, dk, dv = map(_empty_gradient, (q, k, v))
     return dq, dk, dv, [c.new_empty(c.shape) for c, n in zip(captures, need, strict=True) if n]
@@ -187,7 +202,7 @@ def _autograd(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, seed, *captures = ctx.saved_tensors
     sizes, score, keep, fill, post, dropout_p = ctx.rest
     need = [bool(n) for n in ctx.needs_input_grad[3]] if captures else []
-    nothing = ([] if not sizes else None, None, None, None, None, None, None, None)
+    nothing: tuple[Any, ...] = ([] if not sizes else None, None, None, None, None, None, None, None)
     if do is None:
         return None, None, None, [None] * len(captures), *nothing
     dq, dk, dv, dcaptures = torch.ops.torchflash.attention_backward(
@@ -199,12 +214,14 @@ def _autograd(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
 
 def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
-        "torchflash: attention has no second derivative; compute it without torchflash (leave that block out of torch.compile)"
+        "torchflash: attention has no second derivative; leave that block out of torch.compile to compute one"
     )
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-    raise NotImplementedError("torchflash: torch.vmap over a rewritten attention is not supported; apply vmap before compiling")
+    raise NotImplementedError(
+        "torchflash: torch.vmap over a rewritten attention is not supported; apply vmap before compiling"
+    )
 
 
 torch.library.register_autograd("torchflash::attention", _autograd, setup_context=_setup, lib=library)

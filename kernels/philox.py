@@ -1,6 +1,8 @@
-"""The dropout mask, a pure function of (seed, b, h, m, n): Philox 4x32-7 (Salmon et al., 2011) at counter ((b H + h) M + m) N + n.
+"""The dropout mask, a pure function of (seed, b, h, m, n): Philox 4x32-7 (Salmon et al., 2011) at counter ((b H + h)
+M + m) N + n.
 
-The blockwise torch implementation draws it here, the Triton kernels in `tiles.py`; both give the same bits, whatever the tile.
+The blockwise torch implementation draws it here, the Triton kernels in `tiles.py`; both give the same bits, whatever
+the tile.
 """
 
 from __future__ import annotations

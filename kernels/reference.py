@@ -1,9 +1,9 @@
-"""Blockwise attention in plain torch, forward and explicit backward: the CPU implementation, and what runs wherever the Triton
-kernels cannot (no triton, an unsupported device or dtype).
+"""Blockwise attention in plain torch, forward and explicit backward: the CPU implementation, and what runs wherever
+the Triton kernels cannot (no triton, an unsupported device or dtype).
 
-Works tile by tile over (batch × heads, BLOCK_M queries, BLOCK_N keys), so temporary memory does not grow with M·N; keys and
-values of grouped heads are never expanded. All arithmetic is float32, weights and score gradients are rounded to the operands'
-dtype before a product as in the kernels.
+Works tile by tile over (batch × heads, BLOCK_M queries, BLOCK_N keys), so temporary memory does not grow with M·N;
+keys and values of grouped heads are never expanded. All arithmetic is float32, weights and score gradients are
+rounded to the operands' dtype before a product as in the kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ class Problem:
     """The operands of one attention and the tiles they are worked on in."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], sizes: Sequence[int], program: Program, dropout_p: float, seed: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        captures: Sequence[Tensor],
+        sizes: Sequence[int],
+        program: Program,
+        dropout_p: float,
+        seed: Tensor | None,
     ):
         self.q, self.k, self.v, self.captures, self.program = q, k, v, list(captures), program
         self.sizes = {f"z{i}": int(z) for i, z in enumerate(sizes)}
@@ -88,7 +96,9 @@ class Rows:
         env = {z: (size, size) for z, size in p.sizes.items()}
         env |= {axis: (at.start, at.stop - 1) for axis, at in (("b", self.b), ("h", self.h), ("m", self.m))}
         may = [bool(sc.bounds(p.program.keep, {**env, "n": (t.start, t.stop - 1)})[0]) for t in tiles]
-        return [t for t, can in zip(tiles, may, strict=True) if can], [t for t, can in zip(tiles, may, strict=True) if not can]
+        return [t for t, can in zip(tiles, may, strict=True) if can], [
+            t for t, can in zip(tiles, may, strict=True) if not can
+        ]
 
     def needs_rest(self, row_max: Tensor) -> bool:
         """Whether some row has not seen a score so far above the fill that exp(fill - lse) is 0."""
@@ -169,7 +179,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         lse[1, rows.b, rows.h, rows.m] = row_sum
 
 
-def _online(rows: Rows, tiles: list[slice], row_max: Tensor, row_sum: Tensor, acc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _online(
+    rows: Rows, tiles: list[slice], row_max: Tensor, row_sum: Tensor, acc: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = rows.problem.v.dtype
     for n in tiles:
         tile = Tile(rows, n)
@@ -223,7 +235,13 @@ def backward(
                 w, dw = w * dropped, dw * dropped
             dv32[rows.b, rows.h_v, n] += times_transposed(rounded(w, v_dtype), do_rows, tile.v.shape[1])
             post_names = {"p": p, "g": dw}
-            dp = dw if program.post is None else tile.evaluate(program.post_vjp[P], post_names) if P in program.post_vjp else torch.zeros_like(p)
+            dp = (
+                dw
+                if program.post is None
+                else tile.evaluate(program.post_vjp[P], post_names)
+                if P in program.post_vjp
+                else torch.zeros_like(p)
+            )
             score_names = {"s": tile.s, "g": p * (dp - delta)}
             memo = dict(tile.memo)
             if S in program.score_vjp:
@@ -250,7 +268,9 @@ class CaptureGradient:
         whole = problem.block_b == problem.B and problem.block_h == problem.H
         axes = plain_axes(self.loads[0]) if len(self.loads) == 1 else None
         once = whole and axes is not None and "m" in axes and "n" in axes
-        one_program = not (self.loads and self.loads[0] in problem.program.score_vjp and self.loads[0] in problem.program.post_vjp)
+        one_program = not (
+            self.loads and self.loads[0] in problem.program.score_vjp and self.loads[0] in problem.program.post_vjp
+        )
         dtype = self.capture.dtype if once and one_program else torch.float32
         self.total = torch.zeros(self.capture.shape, dtype=dtype, device=self.capture.device)
 

@@ -1,8 +1,9 @@
 """Small Triton functions shared by every kernel: operands held as tuples of power-of-two chunks of the head dimension,
 the dropout mask, and the scalar mathematics that generated programs call.
 
-A head dimension of 80 is held as chunks (64, 16): tuples of [ROWS, 64] and [ROWS, 16], so that no arithmetic is wasted on 128
-columns. Only the last chunk may be wider than what is left; its surplus is masked, memory beyond a row is never read.
+A head dimension of 80 is held as chunks (64, 16): tuples of [ROWS, 64] and [ROWS, 16], so that no arithmetic is
+wasted on 128 columns. Only the last chunk may be wider than what is left; its surplus is masked, memory beyond a row
+is never read.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def load_chunks(ptr, rows, limit, stride_row, stride_d, D: tl.constexpr, CHUNKS:
     out = ()
     at: tl.constexpr = 0
     for i in tl.static_range(len(CHUNKS)):
-        out = out + (load_chunk(ptr, rows, limit, stride_row, stride_d, at, D, CHUNKS[i], at + CHUNKS[i] <= D),)
+        out += (load_chunk(ptr, rows, limit, stride_row, stride_d, at, D, CHUNKS[i], at + CHUNKS[i] <= D),)  # type: ignore[assignment]
         at = at + CHUNKS[i]
     return out
 
@@ -51,7 +52,7 @@ def store_chunks(ptr, rows, limit, stride_row, stride_d, x, start, D: tl.constex
 def zero_chunks(ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     out = ()
     for i in tl.static_range(len(CHUNKS)):
-        out = out + (tl.zeros([ROWS, tl.constexpr(CHUNKS[i])], tl.float32),)
+        out += (tl.zeros([ROWS, tl.constexpr(CHUNKS[i])], tl.float32),)  # type: ignore[assignment]
     return out
 
 
@@ -60,7 +61,7 @@ def scale_rows(x, factor):
     """Each chunk [ROWS, C] times factor [ROWS]."""
     out = ()
     for i in tl.static_range(len(x)):
-        out = out + (x[i] * factor[:, None],)
+        out += (x[i] * factor[:, None],)  # type: ignore[assignment]
     return out
 
 
@@ -78,7 +79,7 @@ def accumulate(acc, w, x, PRECISION: tl.constexpr):
     """acc + w x: ([A, C], …), [A, B], ([B, C], …) -> ([A, C], …)."""
     out = ()
     for i in tl.static_range(len(acc)):
-        out = out + (tl.dot(w, x[i], acc[i], input_precision=PRECISION),)
+        out += (tl.dot(w, x[i], acc[i], input_precision=PRECISION),)  # type: ignore[assignment]
     return out
 
 
@@ -107,7 +108,7 @@ def probabilities(x, row_max, inverse_sum):
 
 @triton.jit
 def dropout_scale(seed, bh, m, n, M, N, threshold, keep_scale):
-    """keep_scale where the weight is kept, 0 where it is dropped; as `philox.scale`. bh scalar, m and n broadcastable."""
+    """keep_scale where the weight is kept, 0 where it is dropped, as `philox.scale`; m and n broadcast to a tile."""
     counter = (bh.to(tl.int64) * M + m.to(tl.int64)) * N + n.to(tl.int64)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)

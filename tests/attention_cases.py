@@ -23,7 +23,9 @@ class Case:
     post: str = "p"
     captures: Callable[[torch.dtype], list[Tensor]] = lambda dtype: []
     sizes: tuple[int, ...] = ()
-    slack: float = 1.0  # of the budget: eager rounds gradients at casts, we do not; some gradients are one sum over everything
+    slack: float = (
+        1.0  # of the budget: eager rounds gradients at casts, we do not; some gradients are one sum over everything
+    )
     heads: tuple[int, int] = (H, H)  # of k and of v
     dropout_p: float = 0.0
 
@@ -62,15 +64,18 @@ CASES = [
     Case("mask_rows_inf", "where(t0[b, m, n] & (n <= m), 0.25 * s, -inf)", "t0[b, m, n] & (n <= m)",
          captures=lambda d: [rows(3)]),
     Case("nan_to_num", "where(t0[b, m, n], 0.25 * s, -inf)", post="nan_to_num(p)", captures=lambda d: [rows(3)]),
-    Case("mask_again", "where(t0[b, m, n], 0.25 * s, -inf)", post="where(t0[b, m, n], p, 0.0)", captures=lambda d: [rows(3)]),
+    Case("mask_again", "where(t0[b, m, n], 0.25 * s, -inf)",
+         post="where(t0[b, m, n], p, 0.0)", captures=lambda d: [rows(3)]),
     Case("additive_mask", "0.25 * s + t0[b, 0, m, n]",
          captures=lambda d: [torch.zeros(B, 1, M, N).masked_fill(~rows(0)[:, None], -INF).to(d)]),
     Case("additive_1e9", "0.25 * s + 1000000000.0 * (float(t0[b, n]) - 1.0)", captures=lambda d: [padding(True)]),
     Case("prefix", "where((n <= m) | (n < t0[b]), 0.25 * s, -inf)", "(n <= m) | (n < t0[b])",
          captures=lambda d: [torch.tensor([11, 24])]),
-    Case("documents", f"where((t0[b, m] == t0[b, n]) & (n <= m), 0.25 * s, {MIN})", "(t0[b, m] == t0[b, n]) & (n <= m)", MIN,
+    Case("documents", f"where((t0[b, m] == t0[b, n]) & (n <= m), 0.25 * s, {MIN})",
+         "(t0[b, m] == t0[b, n]) & (n <= m)", MIN,
          captures=lambda d: [(torch.arange(N)[None] // torch.tensor([[17], [11]])).to(torch.int32)]),
-    Case("alibi", "where(n <= m, 0.25 * s + t0[h] * float(n - m), -inf)", "n <= m", captures=normal(H, scale=0.1), slack=8.0),
+    Case("alibi", "where(n <= m, 0.25 * s + t0[h] * float(n - m), -inf)", "n <= m",
+         captures=normal(H, scale=0.1), slack=8.0),
     Case("softcap", "where(n <= m, 5.0 * tanh(0.05 * s), -inf)", "n <= m"),
     Case("learned_scale", "minimum(exp(t0[()]), 100.0) * s", captures=normal(scale=0.3), slack=8.0),
     Case("bias", "0.25 * s + t0[h, m, n]", captures=normal(H, M, N)),
@@ -78,20 +83,24 @@ CASES = [
          captures=lambda d: [torch.randn(B, 1, 1, N).to(d), torch.randn(1, H, M, 1).to(d)]),
     Case("bias_twice", "0.25 * s + t0[h, m] * t0[h, n]", captures=normal(H, N, scale=0.5)),
     Case("relative_bias", "0.25 * s + t0[minimum(maximum(n - m, -8), 8) + 8, h]", captures=normal(17, H)),
-    Case("buckets", "0.25 * s + t0[where(abs(n - m) < 4, abs(n - m), minimum(4 + int(log(float(abs(n - m)) / 4.0) * 1.5), 7)), h]",
+    Case("buckets", "0.25 * s + t0[where(abs(n - m) < 4, abs(n - m), minimum(4 + int(log(float(abs(n - m)) / "
+         "4.0) * 1.5), 7)), h]",
          captures=normal(8, H)),
     Case("gathered_table", "0.25 * s + t0[t1[m, n], h]",
          captures=lambda d: [torch.randn(9, H).to(d), torch.randint(0, 9, (M, N))]),
     Case("pair_bias", "0.25 * s + t0[b // 2, h, m, n]", captures=normal(1, H, M, N)),
     Case("concatenated", "0.25 * s + where(n < z0, t0[h, n], t1[h, n - z0])", sizes=(20,),
          captures=lambda d: [torch.randn(H, 20).to(d), torch.randn(H, N - 20).to(d)]),
-    Case("floors", "0.25 * s + 0.1 * float((n - m) // 3 + (n - m) % 5 + (m - n) // z0) - 0.2 * float((n - m) % z0 > 3)", sizes=(7,)),
-    Case("functions", "0.2 * s + sigmoid(0.1 * s) * 0.3 + sin(float(m)) - abs(0.01 * s) + 0.1 * (0.1 * s) ** 2 + log1p(exp(0.05 * s))"),
+    Case("floors", "0.25 * s + 0.1 * float((n - m) // 3 + (n - m) % 5 + (m - n) // z0) - 0.2 * float((n - m) % "
+         "z0 > 3)", sizes=(7,)),
+    Case("functions", "0.2 * s + sigmoid(0.1 * s) * 0.3 + sin(float(m)) - abs(0.01 * s) + 0.1 * (0.1 * s) ** 2 "
+         "+ log1p(exp(0.05 * s))"),
     Case("rounding", "half(0.25 * s) + bfloat16(0.1 * float(n))", slack=1e3),
     Case("head_gate", "0.25 * s", post="p * t0[h]", captures=normal(H)),
     Case("weight_after", "where(n <= m, 0.25 * s, -inf)", "n <= m", post="where(t1[b, n], p, 0.0) * t0[h, m] * 0.5",
          captures=lambda d: [torch.randn(H, M).to(d), padding(False)]),
-    Case("grouped", "where(n <= m, 0.25 * s + t0[h] * 0.1 * float(n), -inf)", "n <= m", heads=(1, 1), captures=normal(H)),
+    Case("grouped", "where(n <= m, 0.25 * s + t0[h] * 0.1 * float(n), -inf)", "n <= m", heads=(1, 1),
+         captures=normal(H)),
     Case("grouped_apart", "where(n <= m, 0.25 * s, -inf)", "n <= m", heads=(1, 2)),
     Case("no_query", "0.1 * float(n)"),
     Case("constant", "0.0"),
@@ -107,7 +116,9 @@ def build(case: Case, dtype: torch.dtype = F32, *, v_dtype: torch.dtype | None =
     q, k, v = torch.randn(B, H, M, D), torch.randn(B, heads_k, N, D), torch.randn(B, heads_v, N, D)
     captures = case.captures(dtype)
     return Inputs(
-        q=q.to(device, dtype), k=k.to(device, dtype), v=v.to(device, v_dtype or dtype), captures=[c.to(device) for c in captures],
-        sizes=list(case.sizes), score=case.score, keep=case.keep, fill=case.fill, post=case.post, dropout_p=case.dropout_p,
+        q=q.to(device, dtype), k=k.to(device, dtype), v=v.to(device, v_dtype or dtype),
+        captures=[c.to(device) for c in captures],
+        sizes=list(case.sizes), score=case.score, keep=case.keep, fill=case.fill, post=case.post,
+        dropout_p=case.dropout_p,
         seed=torch.tensor([1234567890123], device=device) if case.dropout_p else None,
     )  # fmt: skip

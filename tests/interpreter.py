@@ -1,5 +1,5 @@
-"""Repairs Triton 3.6's interpreter for bfloat16: `tl.dot` multiplies bit patterns instead of values, and casts from float32
-truncate where the GPU rounds to nearest."""
+"""Repairs Triton 3.6's interpreter for bfloat16: `tl.dot` multiplies bit patterns instead of values, and casts from
+float32 truncate where the GPU rounds to nearest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Compiles kernel launches for GPUs that are not here, and reads what ptxas made of them.
 
-`Compiler(kernel, capability)` stands in for a kernel: launching it compiles what the launch would compile on that GPU and
-appends a `Resources`. No driver and no GPU are needed; ptxas and cuobjdump come with triton.
+`Compiler(kernel, capability)` stands in for a kernel: launching it compiles what the launch would compile on that GPU
+and appends a `Resources`, or raises OutOfResources as the driver would. No driver and no GPU are needed; ptxas and
+cuobjdump come with triton.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 
 BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -69,12 +71,16 @@ class Compiler:
         assert not arguments, f"unknown arguments {sorted(arguments)}"
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        if compiled.metadata.shared > SHARED_LIMIT[self.capability]:  # as the driver would refuse it
+            raise OutOfResources(compiled.metadata.shared, SHARED_LIMIT[self.capability], "shared memory")
         self.found.append(_resources(compiled, self.capability, options))
 
 
 def compile_launches(problem: Any, need: list[bool], capability: int) -> dict[str, list[Resources]]:
     """What the forward and backward of `problem` launch on a GPU of that capability, by kernel name."""
     from torchflash.kernels import backward, launch
+
+    launch._fitting.clear()
 
     places = [(launch, "attention_forward"), (launch, "attention_backward_capture"), (backward, "attention_delta"),
               (backward, "attention_backward_kv"), (backward, "attention_backward_q")]  # fmt: skip
@@ -91,7 +97,9 @@ def compile_launches(problem: Any, need: list[bool], capability: int) -> dict[st
     return {name: c.found for name, c in stand_ins.items() if c.found}
 
 
-def _type(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any], specialize: bool) -> Any:
+def _type(
+    value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any], specialize: bool
+) -> Any:
     if isinstance(value, tuple):
         return tuple(_type(v, (*path, i), constants, attributes, specialize) for i, v in enumerate(value))
     if isinstance(value, torch.Tensor):

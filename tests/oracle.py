@@ -1,7 +1,7 @@
 """The oracle and the error budget of every numerical test of attention.
 
-Oracle: the same programs evaluated eagerly in float64, differentiated by autograd. Budget: at most twice the error that eager
-PyTorch itself makes in the operands' dtype, with a floor for what is nearly exact or nearly zero.
+Oracle: the same programs evaluated eagerly in float64, differentiated by autograd. Budget: at most twice the error
+that eager PyTorch itself makes in the operands' dtype, with a floor for what is nearly exact or nearly zero.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def eager(x: Inputs, dtype: torch.dtype | None = None) -> Tensor:
-    """Attention as written by hand. `dtype`: of everything; None: products in the operands' dtypes, the rest in float32."""
+    """Attention as written by hand. `dtype`: of everything; None: products in the operands' dtypes, the rest in
+    float32."""
     program = torch.float32 if dtype is None else dtype
     with default_dtype(program):
         q, k, v = (t if dtype is None else t.to(dtype) for t in (x.q, x.k, x.v))
@@ -113,7 +114,9 @@ def check(x: Inputs, do: Tensor | None = None, op: Any = run_op, slack: float = 
 def within_budget(name: str, got: Tensor, exact: Tensor, rough: Tensor, slack: float = 1.0) -> None:
     assert got.shape == exact.shape and got.dtype == rough.dtype, f"{name}: {got.shape} {got.dtype}"
     a, b, c = (t.detach().double() for t in (got, exact, rough))
-    assert torch.equal(a.isnan(), b.isnan()), f"{name}: NaN in {int((a.isnan() != b.isnan()).sum())} places of {a.numel()}"
+    assert torch.equal(a.isnan(), b.isnan()), (
+        f"{name}: NaN in {int((a.isnan() != b.isnan()).sum())} places of {a.numel()}"
+    )
     a, b, c = (t[~b.isnan()] for t in (a, b, c))
     if not a.numel():
         return

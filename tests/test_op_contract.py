@@ -1,4 +1,5 @@
-"""What the op promises besides its values: shapes and strides (fake and real), empties, errors, derivatives it refuses, memory."""
+"""What the op promises besides its values: shapes and strides (fake and real), empties, errors, derivatives it
+refuses, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ CAUSAL = ("where(n <= m, 0.25 * s, -inf)", "n <= m", -INF, "p")
 
 def tensors(B=2, H=4, M=9, N=11, D=8, DV=8, heads=None, **kwargs):
     torch.manual_seed(0)
-    return torch.randn(B, H, M, D, **kwargs), torch.randn(B, heads or H, N, D, **kwargs), torch.randn(B, heads or H, N, DV, **kwargs)
+    return (
+        torch.randn(B, H, M, D, **kwargs),
+        torch.randn(B, heads or H, N, D, **kwargs),
+        torch.randn(B, heads or H, N, DV, **kwargs),
+    )
 
 
 def transposed(*xs):
@@ -39,7 +44,9 @@ LAYOUTS = {
 def test_fake_strides_are_the_real_ones(layout, strides, shape):
     def forward_and_backward(q, k, v, t):
         out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, layout)
-        dq, dk, dv, (dt,) = BACKWARD(out, q, k, v, out, lse, [t], [], [True], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None)
+        dq, dk, dv, (dt,) = BACKWARD(
+            out, q, k, v, out, lse, [t], [], [True], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None
+        )
         return out, lse, dq, dk, dv, dt
 
     q, k, v = LAYOUTS[strides](tensors(**shape))
@@ -75,7 +82,20 @@ def test_compiled_training_with_changing_lengths_is_one_graph():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def step(q, k, v, t):
-        out, _ = OP(q, k, v, [t], [q.shape[2]], "where(n <= m, 0.25 * s + t0[h, m], -inf)", "n <= m", -INF, "p", 0.0, None, "bmhd")
+        out, _ = OP(
+            q,
+            k,
+            v,
+            [t],
+            [q.shape[2]],
+            "where(n <= m, 0.25 * s + t0[h, m], -inf)",
+            "n <= m",
+            -INF,
+            "p",
+            0.0,
+            None,
+            "bmhd",
+        )
         return out.sin().sum()
 
     compiled = torch.compile(step, backend=counter, dynamic=True)
@@ -183,7 +203,9 @@ def test_a_gradient_as_large_as_the_scores_is_the_only_tensor_of_its_size():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            new = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() >= S * S]
+            new = [
+                t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() >= S * S
+            ]
             self.found += sum(t._base is None and t.dtype == torch.float32 for t in new)
             return out
 

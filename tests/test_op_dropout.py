@@ -26,7 +26,9 @@ def test_weights_are_dropped_or_scaled():
 
 
 def test_it_is_the_documented_function():
-    b, h, m, n = (torch.arange(size).view([-1 if i == j else 1 for j in range(4)]) for i, size in enumerate((2, 3, 40, 24)))
+    b, h, m, n = (
+        torch.arange(size).view([-1 if i == j else 1 for j in range(4)]) for i, size in enumerate((2, 3, 40, 24))
+    )
     expected = philox.scale(0.25, torch.tensor([7]), ((b * 3 + h) * 40 + m) * 24 + n)
     torch.testing.assert_close(mask(0.25, 7), expected)
 
@@ -41,7 +43,8 @@ def test_seeds_rows_heads_and_batches_differ():
 
 
 def test_known_answer():
-    """Philox 4x32-10 has a published vector; with 7 rounds the generator is checked against Triton's in the interpreter tests."""
+    """Philox 4x32-10 has a published vector; with 7 rounds the generator is checked against Triton's in the
+    interpreter tests."""
     before = philox.ROUNDS
     philox.ROUNDS = 10
     try:

@@ -1,4 +1,5 @@
-"""The op on CPU (blockwise torch) against the oracle: every program, dtype, shape and stride; values and every gradient."""
+"""The op on CPU (blockwise torch) against the oracle: every program, dtype, shape and stride; values and every
+gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +40,14 @@ def test_value_dtype_may_differ():
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 1, 1, 1, 1), (1, 1, 1, 40, 8, 8), (2, 3, 40, 1, 8, 5), (1, 2, 33, 17, 3, 20), (70, 1, 4, 4, 4, 4), (1, 2, 20, 20, 300, 270)],
+    [
+        (1, 1, 1, 1, 1, 1),
+        (1, 1, 1, 40, 8, 8),
+        (2, 3, 40, 1, 8, 5),
+        (1, 2, 33, 17, 3, 20),
+        (70, 1, 4, 4, 4, 4),
+        (1, 2, 20, 20, 300, 270),
+    ],
     ids=str,
 )
 def test_shapes(shape):
@@ -68,7 +76,13 @@ def test_strides(layout):
 
 def test_keys_and_values_broadcast_by_stride_0():
     torch.manual_seed(0)
-    check(Inputs(torch.randn(2, 4, 9, 8), torch.randn(2, 1, 9, 8).expand(2, 4, 9, 8), torch.randn(1, 4, 9, 8).expand(2, 4, 9, 8)))
+    check(
+        Inputs(
+            torch.randn(2, 4, 9, 8),
+            torch.randn(2, 1, 9, 8).expand(2, 4, 9, 8),
+            torch.randn(1, 4, 9, 8).expand(2, 4, 9, 8),
+        )
+    )
 
 
 def test_large_scores():

@@ -1,0 +1,115 @@
+"""The Triton kernels compiled for every supported architecture, without a GPU: they compile, fit, use tensor cores,
+and neither spill more than is known nor make ptxas serialise wgmma."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from attention_cases import BF16, F16, F32
+from oracle import INF
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles, does not interpret", allow_module_level=True)
+
+import offline
+
+from torchflash.kernels import program as programs
+from torchflash.kernels.reference import Problem
+
+H, N = 2, 256
+CAUSAL = "where(n <= m, 0.125 * s, -inf)"
+# name -> (score, keep, post, captures, dropout_p)
+PROGRAMS = {
+    "causal": (CAUSAL, "n <= m", "p", lambda dtype: [], 0.0),
+    "mask": (
+        "where((n <= m) & t0[b, n], 0.125 * s, -inf)",
+        "(n <= m) & t0[b, n]",
+        "p",
+        lambda d: [torch.ones(1, N).bool()],
+        0.0,
+    ),
+    "dropout": (CAUSAL, "n <= m", "p", lambda dtype: [], 0.1),
+    "bias": ("0.125 * s + t0[h, m, n]", "", "p", lambda dtype: [torch.zeros(H, N, N, dtype=dtype)], 0.0),
+    "relative": ("0.125 * s + t0[n - m + z0, h]", "", "p", lambda dtype: [torch.zeros(2 * N, H, dtype=dtype)], 0.0),
+}
+# What ptxas spills on sm_90, in bytes, where it is not 0: (program, dtype, D, kernel). Others may spill twice that.
+SPILLS: dict[tuple[str, torch.dtype, int, str], int] = {}
+# A bias tile that is read asynchronously makes ptxas serialise wgmma (C7515): known, slower, not wrong.
+SERIALIZED = {"bias", "relative"}
+
+
+def build(name: str, dtype: torch.dtype, D: int, DV: int | None = None, heads: int = H) -> tuple[Problem, list[bool]]:
+    score, keep, post, captures, p = PROGRAMS[name]
+    tensors = captures(dtype)
+    program = programs.read(score, keep, -INF, post, programs.kinds_of(tensors))
+    q, k, v = (torch.empty((1, h, N, d), dtype=dtype) for h, d in ((H, D), (heads, D), (heads, DV or D)))
+    seed = torch.zeros(1, dtype=torch.int64) if p else None
+    return Problem(q, k, v, tensors, [N] if "z0" in score else [], program, p, seed), [
+        t.is_floating_point() for t in tensors
+    ]
+
+
+def gate(name: str, dtype: torch.dtype, D: int, capability: int) -> None:
+    problem, need = build(name, dtype, D)
+    found = offline.compile_launches(problem, need, capability)
+    assert {"attention_forward", "attention_delta", "attention_backward_kv", "attention_backward_q"} <= set(found)
+    for kernel, launches in found.items():
+        for r in launches:
+            said = f"{kernel} sm_{capability}: {r}"
+            bound = SPILLS.get((name, dtype, D, kernel.removeprefix("attention_")), 0)
+            assert r.spills <= (bound if capability == 90 else max(2 * bound, ELSEWHERE)), said
+            assert r.registers <= 255, said
+            assert kernel == "attention_delta" or r.tensor_core, said
+            assert name in SERIALIZED or not r.warnings, said
+
+
+ELSEWHERE = 512
+
+
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+def test_causal_on_hopper(D):
+    gate("causal", BF16, D, 90)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
+def test_every_architecture(capability):
+    gate("causal", BF16, 128, capability)
+
+
+@pytest.mark.parametrize("name", ["mask", "dropout", "bias", "relative"])
+def test_programs_on_hopper(name):
+    gate(name, F16, 64, 90)
+
+
+def test_float32_on_hopper():
+    gate("causal", F32, 64, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_everything(name, D, dtype, capability):
+    gate(name, dtype, D, capability)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (192, 128), (40, 300)], ids=str)
+def test_large_and_unequal_head_dimensions(shape):
+    problem, need = build("causal", BF16, *shape, heads=1)
+    for kernel, launches in offline.compile_launches(problem, need, 90).items():
+        for r in launches:
+            assert not r.warnings and r.spills <= ELSEWHERE, f"{kernel}: {r}"
+
+
+def test_lengths_do_not_make_new_kernels():
+    sources = set()
+    for length in (200, 201, 256, 1):
+        problem, need = build("relative", BF16, 64)
+        q, k, v = (torch.empty(1, length, H, 64, dtype=BF16).transpose(1, 2) for _ in range(3))
+        problem = Problem(q, k, v, problem.captures, [length], problem.program, 0.0, None)
+        sources.add(offline.compile_launches(problem, need, 90)["attention_forward"][0].source)
+    assert len(sources) == 1
