@@ -52,7 +52,7 @@ class SoftcappedGrouped(nn.Module):
     def forward(self, q, k, v):
         q, k, v = split(q, 4), split(k, 2), split(v, 2)
         k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-        scores = 32.0 * torch.tanh(q @ k.mT / 32.0)
+        scores = 32.0 * torch.tanh(q @ k.transpose(-2, -1) / 32.0)
         return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 
@@ -61,7 +61,7 @@ class ReturnsWeights(nn.Module):
 
     def forward(self, q, k, v):
         q, k, v = (split(x, 4) for x in (q, k, v))
-        weights = torch.softmax(q @ k.mT, dim=-1)
+        weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
         return weights @ v, weights
 
 

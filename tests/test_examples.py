@@ -70,7 +70,7 @@ before and after: dumps/graph_0.before.py, graph_0.after.py
         self.assertExpectedInline(
             "\n".join(re.sub(r"(\.default\(|\], \[\],) ?", r"\1\n    ", line) for line in lines),
             """\
-matmul: "f32[2, 4, 24, 24]" = q @ getattr_1
+matmul: "f32[2, 4, 24, 24]" = q @ transpose_3
 weights: "f32[2, 4, 24, 24]" = torch.softmax(matmul, dim = -1)
 out: "f32[2, 4, 24, 16]" = weights @ v
 attention_default = torch.ops.torchflash.attention.default(
