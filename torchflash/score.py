@@ -46,7 +46,7 @@ class Expr:
     """One operation of a program. `op` is "const", "name", "load", an operator, or a function; `value` is the constant, the
     name, or the name of the capture that is loaded. Structurally equal expressions are the same object."""
 
-    __slots__ = ("op", "args", "value", "__weakref__")
+    __slots__ = ("__weakref__", "args", "op", "value")
     _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 
     op: str
@@ -419,6 +419,10 @@ def build(op: str, *args: Expr) -> Expr:
         folded = _fold(op, args)
         if folded is not None:
             return folded
+    choices = [a for a in args if a.op != "const"]
+    if op not in ("where", "&", "|") and len(choices) == 1 and choices[0].op == "where" and all(a.op == "const" for a in choices[0].args[1:]):
+        c, *branches = choices[0].args
+        return build("where", c, *(build(op, *(branch if a is choices[0] else a for a in args)) for branch in branches))
     match op:
         case "where":
             c, a, b = args
@@ -429,17 +433,17 @@ def build(op: str, *args: Expr) -> Expr:
                 return chosen if is_float(chosen) or not is_float(other) else build("float", chosen)
             if a is b:
                 return a
-            if c.op == "~" and is_bool(c.args[0]):
+            if c.op == "~":  # a condition is a bool, and so is what it negates
                 return build("where", c.args[0], b, a)
-            if a is TRUE and b is FALSE and is_bool(c):
+            if a is TRUE and b is FALSE:
                 return c
-            if a is FALSE and b is TRUE and is_bool(c):
+            if a is FALSE and b is TRUE:
                 return build("~", c)
             if b.op == "where" and b.args[0] is c:
                 return build("where", c, a, b.args[2])
             if a.op == "where" and a.args[0] is c:
                 return build("where", c, a.args[1], b)
-            if a.op == "where" and a.args[2] is b and is_bool(c) and is_bool(a.args[0]):
+            if a.op == "where" and a.args[2] is b:
                 return build("where", build("&", c, a.args[0]), a.args[1], b)
         case "&" | "|":
             a, b = args
@@ -460,20 +464,20 @@ def build(op: str, *args: Expr) -> Expr:
         case "+":
             a, b = args
             for x, y in ((a, b), (b, a)):
-                if x.op == "const" and x.value == 0 and not isinstance(x.value, bool) and (is_float(y) or is_int(x) and is_int(y)):
+                if x.op == "const" and x.value == 0 and not isinstance(x.value, bool) and (is_float(y) or (is_int(x) and is_int(y))):
                     return y
             if b.op == "neg":
                 return build("-", a, b.args[0])
         case "-":
             a, b = args
-            if b.op == "const" and b.value == 0 and not isinstance(b.value, bool) and (is_float(a) or is_int(b) and is_int(a)):
+            if b.op == "const" and b.value == 0 and not isinstance(b.value, bool) and (is_float(a) or (is_int(b) and is_int(a))):
                 return a
         case "*":
             a, b = args
             if b.op == "const" and a.op != "const":
                 a, b = b, a  # constants first
             if a.op == "const" and not isinstance(a.value, bool):
-                if a.value == 1 and (is_float(b) or is_int(a) and is_int(b)):
+                if a.value == 1 and (is_float(b) or (is_int(a) and is_int(b))):
                     return b
                 if b.op == "*" and b.args[0].op == "const" and is_float(b):
                     return build("*", const(float(a.value * b.args[0].value)), b.args[1])
