@@ -73,6 +73,8 @@ def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | 
     second, denominator = _second(r, root, index)
     if second is None or len(second.summed) != 1:
         return None
+    if operation(second.node) in ("baddbmm", "addmm"):
+        return Failure("unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node)
     n = second.summed[0]
     failure: Failure | None = None
     for weights_side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
@@ -165,13 +167,24 @@ def _plainest(r: Reader, o: Operand) -> Operand:
     """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis or a constant."""
     best = o
     for step in peel_steps(r, o):
-        if all(_plain(i) for i in step.index) and len({x for x in step.index if ix.is_axis(x)}) == sum(ix.is_axis(x) for x in step.index):
+        if _whole(step):
             best = step
     return best
 
 
-def _plain(i: Index) -> bool:
-    return i == 0 or ix.is_axis(i) or _group(i) is not None
+def _whole(o: Operand) -> bool:
+    """Every dim is all of one axis, all groups of one, or has one element; and no axis is used twice."""
+    t = tensor(o.node)
+    assert t is not None
+    used: list[Index] = []
+    for i, size in zip(o.index, ix.shape_of(t), strict=True):
+        if ix.is_axis(i) and ix.axis_size(i) == size:
+            used.append(i)
+        elif (g := _group(i)) is not None and ix.sympy.expand(size * g[1] - ix.axis_size(g[0])) == 0:
+            used.append(g[0])
+        elif i != 0 or size != 1:
+            return False
+    return len(set(used)) == len(used)
 
 
 def _group(i: Index) -> tuple[Index, Index] | None:
@@ -189,7 +202,7 @@ def _roles(
 
     has_q, has_k, has_v = q.axes(), k.axes(), v.axes()
     for o, wanted in ((q, tuple(depth)), (k, (n, *depth)), (v, (n,))):
-        if not all(_plain(i) for i in o.index) or not all(w in o.index for w in wanted):
+        if not _whole(o) or not all(w in o.index for w in wanted):
             return layout("an operand is not indexed by whole axes", o)
     columns = tuple(a for a in index if a in v.index and a not in has_q and a not in has_k and a not in scored)
     queries = tuple(a for a in index if a in q.index and a not in has_k and a not in has_v)

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from torchflash.passes import index as ix
 from torchflash.passes.graph import argument, operation, tensor
-from torchflash.passes.reader import Dot, Indices, Reader
+from torchflash.passes.reader import Dot, Indices, Reader, Unreadable
 
 CONTRACTIONS = frozenset(("matmul", "bmm", "mm", "einsum", "inner", "linear", "baddbmm", "addmm", "mv"))
 
@@ -113,6 +113,17 @@ def _einsum(r: Reader, node: Node, args: tuple[Any, ...], index: Indices, role: 
     return Contraction(lhs, rhs, tuple(summed), result.dtype, node)
 
 
+def einsum_permutation(args: tuple[Any, ...], index: Indices) -> tuple[Node, Indices]:
+    """The view that an einsum of one operand is, when it only permutes; Unreadable otherwise."""
+    operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if not isinstance(args[0], str) or len(operands) != 1 or (t := tensor(operands[0])) is None:
+        raise Unreadable
+    terms, out = _expand(args[0], [t.dim()])
+    if terms is None or out is None or sorted(terms[0]) != sorted(out) or len(set(out)) != len(out):
+        raise Unreadable
+    return operands[0], tuple(index[out.index(x)] for x in terms[0])
+
+
 def _expand(equation: str, ranks: list[int]) -> tuple[list[list[str]] | None, list[str] | None]:
     """The letters of each operand and of the result, with an ellipsis spelled out."""
     equation = equation.replace(" ", "")
@@ -132,7 +143,7 @@ def _expand(equation: str, ranks: list[int]) -> tuple[list[list[str]] | None, li
     if any(len(x) != rank for x, rank in zip(spelled, ranks, strict=True)):
         return None, None
     if arrow:
-        return spelled, letters(result, 0)
+        return spelled, letters(result, widest)
     flat = [x for t in spelled for x in t]
     dots_ = [f".{k}" for k in range(widest)]
     return spelled, dots_ + sorted(x for x in set(flat) if flat.count(x) == 1 and not x.startswith("."))

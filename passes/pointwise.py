@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from torchflash import score
 from torchflash.passes import index as ix
+from torchflash.passes.contraction import einsum_permutation
 from torchflash.passes.graph import argument, operation, several, tensor, value
 from torchflash.passes.reader import HALVES, SMALL_INTS, Dot, Indices, Reader, Reduce, Softmax, Unreadable, positive_dim, reads
 from torchflash.score import FALSE, TRUE, ZERO, Expr, build, const
@@ -455,6 +456,13 @@ def _outer(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) ->
 def _dot(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     if operation(node) == "linear" and argument(args, kwargs, 2, "bias") is not None:
         raise Unreadable
+    if operation(node) == "einsum":
+        try:
+            source, at = einsum_permutation(args, index)
+        except Unreadable:
+            pass
+        else:
+            return r.read(source, at, node)
     return Expr("dot", (), Dot(node, index))
 
 

@@ -101,7 +101,7 @@ class _Chooser:
         if (cheaper := self._vector(e)) is not None:
             return cheaper
         try:
-            if _decides_on_rounding(e):
+            if self._decides_on_rounding(e):
                 raise _MustLoad(str(e))
             return self._children(e)
         except _MustLoad:
@@ -134,41 +134,42 @@ class _Chooser:
         return self.keys in axes and bool(axes & self.queries)
 
 
+    def _decides_on_rounding(self, e: Expr) -> bool:
+        """A comparison or truncation of a computed float, which another order of operations could decide differently."""
+        if e.op in score.COMPARE or e.op in ("int", "floor", "ceil", "trunc", "round", "sign", "//", "%"):
+            return any(self._rounded(a) for a in e.args)
+        return False
+
+    def _rounded(self, e: Expr) -> bool:
+        """A float that is computed by rounding: not loaded, not a constant, not integers in float."""
+        if e.op in ("const", "name", "load", "half", "bfloat16", "int", "isnan", "bool") or e.op in score.COMPARE:
+            return False
+        if e.op == "float":
+            return self._rounded(e.args[0])
+        if e.op in ("where", "neg", "abs", "minimum", "maximum", "~", "&", "|", "^", "floor", "ceil", "trunc", "round", "sign", "nan_to_num"):
+            return any(map(self._rounded, e.args))
+        return not self._integral(e)
+
+    def _integral(self, e: Expr) -> bool:
+        """Integers, perhaps held in floats."""
+        match e.op:
+            case "const":
+                return math.isfinite(e.value) and float(e.value).is_integer()
+            case "name" | "int":
+                return e.value not in ("s", "p")
+            case "load":
+                t = tensor(self.r.held[e.value[1:]][0])
+                return t is not None and not t.dtype.is_floating_point
+            case "where":
+                return all(map(self._integral, e.args[1:]))
+            case "+" | "-" | "*" | "//" | "%" | "neg" | "float" | "abs" | "minimum" | "maximum":
+                return all(map(self._integral, e.args))
+        return False
+
+
 @functools.lru_cache(maxsize=65536)
 def _scorelike(e: Expr) -> bool:
     return bool(score.names(e) & {"s", "p"})
-
-
-def _decides_on_rounding(e: Expr) -> bool:
-    """A comparison or truncation of a computed float, which another order of operations could decide differently."""
-    if e.op in score.COMPARE or e.op in ("int", "floor", "ceil", "trunc", "round", "sign", "//", "%"):
-        return any(_rounded(a) for a in e.args)
-    return False
-
-
-@functools.lru_cache(maxsize=65536)
-def _rounded(e: Expr) -> bool:
-    """A float that is computed by rounding: not loaded, not a constant, not integers in float."""
-    if e.op in ("const", "name", "load", "half", "bfloat16", "int", "isnan", "bool") or e.op in score.COMPARE:
-        return False
-    if e.op == "float":
-        return _rounded(e.args[0])
-    if e.op in ("where", "neg", "abs", "minimum", "maximum", "~", "&", "|", "^", "floor", "ceil", "trunc", "round", "sign", "nan_to_num"):
-        return any(map(_rounded, e.args))
-    if e.op in ("+", "-", "*"):
-        return not (score.is_int(e) or all(map(_integral, e.args)))
-    return not score.is_int(e)
-
-
-def _integral(e: Expr) -> bool:
-    """Integers, perhaps held in floats."""
-    if e.op == "const":
-        return math.isfinite(e.value) and float(e.value).is_integer()
-    if score.is_int(e):
-        return True
-    if e.op == "float":
-        return score.is_int(e.args[0]) or _integral(e.args[0])
-    return e.op in ("+", "-", "*", "neg", "where") and all(map(_integral, e.args[1:] if e.op == "where" else e.args))
 
 
 # ---------------------------------------------------------------------------------------------------------- naming

@@ -25,6 +25,7 @@ from torchflash.passes.attention import Attention, Operand
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.program import Programs
+from torchflash.passes.reader import Reader
 from torchflash.passes.softmax import Failure
 
 
@@ -63,12 +64,12 @@ class Emitter:
         self.nodes.clear()
 
 
-def replace(graph: Graph, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node] | Failure:
+def replace(r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node] | Failure:
     """Emits the operator before the root of `block`, and the views around it; returns its node and the node that has the root's
     value. The root itself stays until the caller redirects its users."""
     out = Emitter(graph, block.root)
     try:
-        operator_, node = _emit(out, block, programs, layout)
+        operator_, node = _emit(out, r, block, programs, layout)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         return Failure("mismatch", f"the replacement could not be built: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", block.root)
@@ -91,13 +92,13 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)  # of symbolic sizes: with a guard
 
 
-def _emit(out: Emitter, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node]:
+def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node]:
     roles = block.roles
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
     k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), block.qk_dtype)
     v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype)
     device = tensor(block.root).device  # type: ignore[union-attr]
-    captures = [_capture(out, c, device) for c in programs.captures]
+    captures = [_capture(out, _kept(out, r, c, block), device) for c in programs.captures]
     sizes = [_size(out, s) for s in programs.sizes]
     seed = None
     if block.dropout_p:
@@ -106,7 +107,16 @@ def _emit(out: Emitter, block: Attention, programs: Programs, layout: str) -> tu
                  str(programs.post), block.dropout_p, seed, layout)  # fmt: skip
     both = out.call(torch.ops.torchflash.attention.default, *arguments)
     node = out.call(operator.getitem, both, 0)
+    if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
+        node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not
     return both, _result(out, node, block, layout)
+
+
+def _kept(out: Emitter, r: Reader, capture: Node, block: Attention) -> Node:
+    """A captured tensor; a copy of one that is written after the block, since the operator keeps it for the backward."""
+    t = tensor(block.root)
+    needs = t is not None and t.requires_grad
+    return out.method("clone", capture) if needs and r.versions.written_between(capture, r.versions.order[block.root], len(r.versions.order)) else capture
 
 
 def _shape_argument(out: Emitter, sizes: Sequence[Index]) -> list[Any]:

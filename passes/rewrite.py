@@ -192,7 +192,7 @@ def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: d
     records: list[tuple[int, Rewritten | Skipped]] = []
     done: set[Node] = set()
     for c in candidates:
-        replaced = replace(gm.graph, c.block, c.programs, choose_layout(c.block))
+        replaced = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block))
         if isinstance(replaced, Failure):
             failures[c.block.softmax] = replaced
             continue

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.contraction import Operand
+from torchflash.passes.contraction import Operand, einsum_permutation
 from torchflash.passes.graph import argument, operation, several, tensor, value
 from torchflash.passes.pointwise import _compare, _reduction
 from torchflash.passes.reader import Indices, Reader, Unreadable, positive_dim, reads
@@ -61,7 +61,7 @@ def peel_steps(r: Reader, operand: Operand) -> list[Operand]:
             source, at = step(r, operand.node, args, kwargs, operand.index)
         except (Unreadable, ix.NotInteger):
             break
-        if not isinstance(source, Node) or r.versions.stale(source, operand.node):
+        if not isinstance(source, Node) or r.versions.stale(source, operand.node) or r.versions.stale(operand.node, operand.user):
             break
         a, b = tensor(source), tensor(operand.node)
         if a is None or b is None or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
@@ -168,6 +168,9 @@ def _repeat_interleave(r: Reader, node: Node, args: Args, kwargs: Kwargs, index:
         raise Unreadable
     d = positive_dim(dim, len(index))
     return args[0], tuple(ix.floordiv(i, _size(times)) if k == d else i for k, i in enumerate(index))
+
+
+VIEWS["einsum"] = lambda r, node, args, kwargs, index: einsum_permutation(args, index)
 
 
 # ---------------------------------------------------------------------------------------------------- parts and joints

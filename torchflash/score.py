@@ -144,7 +144,7 @@ def substitute(expr: Expr, mapping: Mapping[Expr, Expr], make: Callable[..., Exp
         if e not in memo:
             args = [memo[a] for a in e.args]
             same = all(x is y for x, y in zip(args, e.args, strict=True))
-            memo[e] = e if same else load(e.value, args) if e.op == "load" else make(e.op, *args)
+            memo[e] = e if same else Expr(e.op, tuple(args), e.value) if e.value is not None else make(e.op, *args)
     return memo[expr]
 
 
