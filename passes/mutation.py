@@ -25,7 +25,8 @@ class Versions:
     """The versions of every tensor in one graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.nodes = list(graph.nodes)
+        self.order = {n: i for i, n in enumerate(self.nodes)}
         self.resolved: dict[Node, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.writes: dict[int, list[int]] = {}  # storage -> positions of the writes to it
         self.harmless: set[Node] = set()  # writes that only make a new version of a tensor made in this graph

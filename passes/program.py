@@ -23,24 +23,26 @@ from torchflash.passes.graph import tensor
 from torchflash.passes.index import Index
 from torchflash.passes.reader import Reader
 from torchflash.passes.softmax import Failure
+from torchflash.passes.table import Table, tabulate
 from torchflash.score import Expr, build, const, name
 
 HEAVY = 12  # operations; more of them on indices alone are loaded where that costs a vector
 MASKED = -100.0  # a fill below this is worth skipping tiles for
+_COSTLY = frozenset(("load", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf", "**", "/", "//", "%"))
 HUGE = 1e30  # no score is this large: adding one to a larger fill does not change the fill
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes it captures, and since which position in the
-    graph each holds what was read; the size symbols it is given."""
+    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes and tables it captures; every node that is read for them,
+    and since which position in the graph it holds what was read; the size symbols the operator is given."""
 
     score: Expr
     keep: Expr | None
     fill: float
     post: Expr
-    captures: tuple[Node, ...]
-    since: tuple[int, ...]
+    captures: tuple[Node | Table, ...]
+    reads: tuple[tuple[Node, int], ...]
     sizes: tuple[Index, ...]
 
 
@@ -61,8 +63,10 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
     targets = {n: f"t{i}" for i, n in enumerate(names)}
     final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post)]
-    nodes, since = zip(*(r.held[n] for n in names), strict=True) if names else ((), ())
-    for node in nodes:
+    captures = tuple(chooser.tables[n] if n in chooser.tables else r.held[n][0] for n in names)
+    inner = [x.value[1:] for c in captures if isinstance(c, Table) for x in score.loads(c.expr)]
+    reads = tuple(r.held[n] for n in (*names, *inner) if n in r.held)
+    for node, _ in reads:
         t = tensor(node)
         if t is not None and (t.dtype.is_complex or t.layout is not torch.strided):
             return Failure("dtype", f"the scores use {node.name}, which is a {t.layout} tensor of {t.dtype}", node)
@@ -70,7 +74,7 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     if too_large:
         return Failure("too_complex", f"the score program has {too_large}", block.softmax)
     assert final[0] is not None and final[2] is not None
-    return Programs(final[0], final[1], fill, final[2], nodes, since, symbols)
+    return Programs(final[0], final[1], fill, final[2], captures, reads, symbols)
 
 
 # --------------------------------------------------------------------------------------------------- load or compute
@@ -87,6 +91,7 @@ class _Chooser:
         self.keys = block.roles.keys
         self.axes = frozenset((*block.index, block.roles.keys))
         self.memo: dict[Expr, Expr] = {}
+        self.tables: dict[str, Table] = {}
 
     def choose(self, e: Expr) -> Expr:
         if e.op in ("const", "name"):
@@ -98,7 +103,7 @@ class _Chooser:
     def _choose(self, e: Expr) -> Expr:
         if _scorelike(e):
             return self._children(e)
-        if (cheaper := self._vector(e)) is not None:
+        if (cheaper := self._vector(e) or self._table(e)) is not None:
             return cheaper
         try:
             if self._decides_on_rounding(e):
@@ -120,6 +125,32 @@ class _Chooser:
             return None
         found = self._narrowest(e)
         return None if found is None or self._crosses(found[1]) else self.r.load(*found)
+
+    def _table(self, e: Expr) -> Expr | None:
+        """A load of `e` from a table over distances, where computing it in the kernel is heavy, could round another way, or would add
+        the gradients of many elements to few."""
+        if len(self.queries) != 1:
+            return None
+        (queries,) = self.queries
+        if not {queries, self.keys} <= ix.expr_axes(e):
+            return None
+        parts = score.topological(e)
+        heavy = len(parts) > HEAVY and any(x.op in _COSTLY for x in parts)
+        if not heavy and not any(self._decides_on_rounding(x) or self._scatters(x) for x in parts):
+            return None
+        table = tabulate(e, queries, self.keys)
+        if table is None:
+            return None
+        text = next((t for t, known in self.tables.items() if known == table), f"table{len(self.tables)}")
+        self.tables[text] = table
+        return score.load(f"%{text}", table.index(queries, self.keys))
+
+    def _scatters(self, e: Expr) -> bool:
+        """A load that needs a gradient at an index that varies along queries and keys together."""
+        if e.op != "load" or e.value[1:] not in self.r.held:
+            return False
+        t = tensor(self.r.held[e.value[1:]][0])
+        return t is not None and t.requires_grad and any(self.queries & ix.expr_axes(i) and self.keys in ix.expr_axes(i) for i in e.args)
 
     def _narrowest(self, e: Expr) -> tuple[Node, tuple[Index, ...]] | None:
         """Where `e` can be loaded from with the fewest axes, at an index that needs no other load."""
@@ -158,7 +189,7 @@ class _Chooser:
             case "name" | "int":
                 return e.value not in ("s", "p")
             case "load":
-                t = tensor(self.r.held[e.value[1:]][0])
+                t = tensor(self.r.held[e.value[1:]][0]) if e.value[1:] in self.r.held else None
                 return t is not None and not t.dtype.is_floating_point
             case "where":
                 return all(map(self._integral, e.args[1:]))

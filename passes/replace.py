@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.attention import Attention, Operand
 from torchflash.passes.graph import operation, tensor, value
@@ -27,6 +28,7 @@ from torchflash.passes.index import Index
 from torchflash.passes.program import Programs
 from torchflash.passes.reader import Reader
 from torchflash.passes.softmax import Failure
+from torchflash.passes.table import Emission, Table
 
 
 class Emitter:
@@ -64,12 +66,15 @@ class Emitter:
         self.nodes.clear()
 
 
-def replace(r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node] | Failure:
+def replace(
+    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]
+) -> tuple[Node, Node] | Failure:
     """Emits the operator before the root of `block`, and the views around it; returns its node and the node that has the root's
-    value. The root itself stays until the caller redirects its users."""
+    value. The root itself stays until the caller redirects its users. `tables` are those earlier blocks have emitted."""
     out = Emitter(graph, block.root)
+    known = dict(tables)
     try:
-        operator_, node = _emit(out, r, block, programs, layout)
+        operator_, node = _emit(out, r, block, programs, layout, known)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         return Failure("mismatch", f"the replacement could not be built: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", block.root)
@@ -83,6 +88,7 @@ def replace(r: Reader, graph: Graph, block: Attention, programs: Programs, layou
         if not _same(a, b):
             out.undo()
             return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", block.root)
+    tables.update(known)
     return operator_, node
 
 
@@ -92,13 +98,20 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)  # of symbolic sizes: with a guard
 
 
-def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout: str) -> tuple[Node, Node]:
+def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]) -> tuple[Node, Node]:
     roles = block.roles
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
     k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), block.qk_dtype)
     v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype)
     device = tensor(block.root).device  # type: ignore[union-attr]
-    captures = [_capture(out, _kept(out, r, c, block), device) for c in programs.captures]
+    captures = []
+    for c in programs.captures:
+        if isinstance(c, Table):
+            if c not in tables:
+                tables[c] = _table(out, r, c, device)
+            captures.append(tables[c])
+        else:
+            captures.append(_capture(out, _kept(out, r, c, block), device))
     sizes = [_size(out, s) for s in programs.sizes]
     seed = None
     if block.dropout_p:
@@ -110,6 +123,12 @@ def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout:
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
         node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not
     return both, _result(out, node, block, layout)
+
+
+def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
+    emission = Emission(out, table.axes, r.held, lambda size: _size(out, size), device)
+    node = score.interpret(table.expr, emission)
+    return out.method("contiguous", out.method("expand", node, _shape_argument(out, [ix.axis_size(a) for a in table.axes])))
 
 
 def _kept(out: Emitter, r: Reader, capture: Node, block: Attention) -> Node:

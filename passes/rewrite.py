@@ -22,6 +22,7 @@ from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader
 from torchflash.passes.replace import choose_layout, replace
 from torchflash.passes.softmax import Failure
+from torchflash.passes.table import Table
 from torchflash.passes.views import VIEWS
 from torchflash.report import Rewritten, Skipped, bytes_of_scores, dims, locate
 
@@ -151,7 +152,7 @@ def _chain(r: Reader, block: Attention) -> frozenset[Node]:
     """What lies between the two contractions, the first included: the nodes that hold scores or weights."""
     after: set[Node] = {block.first}
     order = r.versions.order
-    for node in sorted(order, key=order.__getitem__)[order[block.first] + 1 : order[block.root]]:
+    for node in r.versions.nodes[order[block.first] + 1 : order[block.root]]:
         args, kwargs = r.arguments(node)
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
         if any(isinstance(a, Node) and a in after for a in flat):
@@ -171,7 +172,7 @@ def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | No
     """The operator runs where the block ended: what it reads must still hold what the block read."""
     order = r.versions.order
     operands = [(o.node, order[o.user]) for o in (block.q, block.k, block.v)]
-    for node, since in (*operands, *zip(found.captures, found.since, strict=True)):
+    for node, since in (*operands, *found.reads):
         if r.versions.written_between(node, since, order[block.root]):
             return Failure("mutation", f"{node.name} is written in place between its use and the end of the block", node)
     return None
@@ -191,8 +192,9 @@ def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: d
     order = r.versions.order
     records: list[tuple[int, Rewritten | Skipped]] = []
     done: set[Node] = set()
+    tables: dict[Table, Node] = {}
     for c in candidates:
-        replaced = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block))
+        replaced = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), tables)
         if isinstance(replaced, Failure):
             failures[c.block.softmax] = replaced
             continue
@@ -212,7 +214,7 @@ def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: d
 
 def _alive(r: Reader, gm: GraphModule, candidates: list[_Candidate]) -> set[Node]:
     """The nodes that are still needed once every candidate is rewritten."""
-    inputs = {c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *c.programs.captures] for c in candidates}
+    inputs = {c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *(n for n, _ in c.programs.reads)] for c in candidates}
     stack = [n for n in gm.graph.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
     alive: set[Node] = set()
     while stack:
