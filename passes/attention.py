@@ -46,11 +46,12 @@ class Roles:
 
 @dataclass(frozen=True)
 class Attention:
-    """A proven block. `root` is the node the operator replaces; `first` the contraction of queries and keys; `scores` and `post` are
-    expressions over the axes in `roles`, with `s` for the raw product and loads named after nodes."""
+    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `first` the contraction
+    of queries and keys; `scores` and `post` are expressions over the axes in `roles`, with `s` for the raw product and loads named
+    after nodes."""
 
     root: Node
-    index: Indices
+    dims: tuple[tuple[Index, ...], ...]
     first: Node
     softmax: Node
     q: Operand
@@ -69,14 +70,37 @@ def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | 
     attention. `probabilities` are the nodes that may hold weights."""
     result = tensor(root)
     assert result is not None
-    index = tuple(ix.axis(f"a{i}", size) for i, size in enumerate(ix.shape_of(result)))
+    dims: tuple[tuple[Index, ...], ...] = tuple((ix.axis(f"a{i}", size),) for i, size in enumerate(ix.shape_of(result)))
+    while True:
+        found = _prove(r, root, dims, probabilities)
+        if not isinstance(found, _Split):
+            return found
+        dims = tuple(d if found.axis not in d else _split(d, found) for d in dims)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """An axis of the root is two: the operands have `axis // inner` and `axis % inner`."""
+
+    axis: Index
+    inner: Index
+
+
+def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
+    name, _, _ = by.axis.name.partition("[")
+    parts = (ix.axis(f"{name}o", ix.floordiv(ix.axis_size(by.axis), by.inner)), ix.axis(f"{name}i", by.inner))
+    return tuple(p for a in axes for p in (parts if a is by.axis else (a,)))
+
+
+def _prove(r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]) -> Attention | Failure | _Split | None:
+    index = tuple(ix.fold(d) for d in dims)
     second, denominator = _second(r, root, index)
     if second is None or len(second.summed) != 1:
         return None
     if operation(second.node) in ("baddbmm", "addmm"):
         return Failure("unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node)
     n = second.summed[0]
-    failure: Failure | None = None
+    failure: Failure | _Split | None = None
     for weights_side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
         if weights_side.node not in probabilities:
             continue
@@ -86,7 +110,7 @@ def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | 
         if not r.depends(weights):
             continue
         found = find_softmax(r, weights, n, second.node)
-        block = found if isinstance(found, Failure) else _block(r, root, index, second, v, found)
+        block = found if isinstance(found, Failure) else _block(r, root, dims, second, v, found)
         if isinstance(block, Attention):
             return block
         failure = failure or block
@@ -116,7 +140,9 @@ def _second(r: Reader, root: Node, index: Indices) -> tuple[Contraction | None, 
     return contraction(r, Dot(node, tuple(at)), "n"), r.read(divisor, ix.broadcast(ix.shape_of(t), index), root)
 
 
-def _block(r: Reader, root: Node, index: Indices, second: Contraction, v: Operand, weights: Weights) -> Attention | Failure:
+def _block(
+    r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], second: Contraction, v: Operand, weights: Weights
+) -> Attention | Failure | _Split:
     n = second.summed[0]
     leaves = [x for x in score.topological(weights.scores) if x.op in ("dot", "reduce", "softmax")]
     for leaf in leaves:
@@ -128,6 +154,8 @@ def _block(r: Reader, root: Node, index: Indices, second: Contraction, v: Operan
     proper = [x for x, (q, k) in sides.items() if (q.axes() - k.axes() - values)] or list(sides)
     if not proper and any("@" in x.value for x in score.loads(weights.scores)):
         return Failure("mutation", "the scores are written in place through a view of them", weights.softmax)
+    if not proper and (unknown := _unknown_operation(r, weights.scores)) is not None:
+        return Failure("unknown_op", f"the reader does not know {operation(unknown) or unknown.target} of the scores", unknown)
     if not proper:
         return Failure("no_scores", "what is normalised is not a contraction of queries with keys", weights.softmax)
     main = proper[0]
@@ -149,10 +177,30 @@ def _block(r: Reader, root: Node, index: Indices, second: Contraction, v: Operan
     if device not in ("cpu", "cuda"):
         return Failure("device", f"runs on {device}", root)
     q, k, v = (_plainest(r, o) for o in (q, k, v))
-    roles = _roles(index, n, first.summed, q, k, v, ix.expr_axes(scores) | ix.expr_axes(weights.post))
+    for o in (q, k, v):
+        if not _whole(o) and (split := _split_of(o, dims)) is not None:
+            return split
+    axes = tuple(a for d in dims for a in d)
+    roles = _roles(axes, n, first.summed, q, k, v, ix.expr_axes(scores) | ix.expr_axes(weights.post))
     if isinstance(roles, Failure):
         return roles
-    return Attention(root, index, first.node, weights.softmax, q, k, v, first.dtype, second.dtype, roles, scores, weights.post, weights.dropout_p)
+    return Attention(root, dims, first.node, weights.softmax, q, k, v, first.dtype, second.dtype, roles, scores, weights.post, weights.dropout_p)
+
+
+def _unknown_operation(r: Reader, scores: Expr) -> Node | None:
+    """An operation the reader stopped at that has a contraction before it."""
+    for x in score.loads(scores):
+        node = r.held[x.value[1:]][0]
+        stack, seen = [node], set()
+        while stack and len(seen) < 64:
+            y = stack.pop()
+            if y in seen or not y.op.startswith("call"):
+                continue
+            seen.add(y)
+            if operation(y) in CONTRACTIONS and operation(y) != "linear":
+                return node
+            stack += y.all_input_nodes
+    return None
 
 
 def _queries_and_keys(c: Contraction, n: Index) -> tuple[Operand, Operand] | None:
@@ -170,6 +218,16 @@ def _plainest(r: Reader, o: Operand) -> Operand:
         if _whole(step):
             best = step
     return best
+
+
+def _split_of(o: Operand, dims: tuple[tuple[Index, ...], ...]) -> _Split | None:
+    """The axis of the root of which `o` has the parts, and the size of the inner part."""
+    axes = {a for d in dims for a in d}
+    found = [x for i in o.index for x in i.atoms(ix.FloorDiv, ix.PythonMod) if x.args[0] in axes]
+    inner = {x.args[0]: x.args[1] for x in found if ix.divmod_index(ix.axis_size(x.args[0]), x.args[1])[1] == 0}
+    # axis // g alone is a group of heads
+    parts = [x for x in found if isinstance(x, ix.PythonMod) and x.args[0] in inner]
+    return _Split(parts[0].args[0], inner[parts[0].args[0]]) if parts else None
 
 
 def _whole(o: Operand) -> bool:
@@ -209,6 +267,8 @@ def _roles(
     if not columns:
         return layout("the values have no column of their own", v)
     rest = [a for a in index if a not in columns and a not in queries]
+    if any(a in has_k and a not in has_q and a not in has_v for a in rest):
+        return Failure("no_scores", "the keys depend on the query", k.node)
     if any(_group(i) for i in q.index):
         return layout("the queries are grouped", q)
     grouped = {g[0] for o in (k, v) for i in o.index if (g := _group(i)) is not None}

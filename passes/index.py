@@ -236,6 +236,14 @@ def reshape(src: tuple[Index, ...], dst: tuple[Index, ...], index: tuple[Index, 
     return tuple(out)
 
 
+def fold(axes: Sequence[Index]) -> Index:
+    """The index of several axes folded into one dim, the last one fastest."""
+    linear = ZERO
+    for a in axes:
+        linear = linear * _SIZES[a] + a
+    return sympy.expand(linear)
+
+
 def broadcast(shape: Sequence[Index], index: Sequence[Index]) -> tuple[Index, ...]:
     """The index into an operand of `shape` that broadcasts against a result read at `index`."""
     tail = index[len(index) - len(shape) :]

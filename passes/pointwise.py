@@ -160,7 +160,20 @@ def _abs(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     return build("abs", x)
 
 
-@reads("relu", "leaky_relu", "silu", "softplus", "softsign", "hardtanh", "elu", "gelu", "relu6")
+@reads("addcmul", "addcdiv")
+def _addc(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    a, b = (r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((1, "tensor1"), (2, "tensor2")))
+    value_ = r.operand(argument(args, kwargs, 3, "value", default=1), (), node)
+    return build("+", r.operand(args[0], index, node), build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)))
+
+
+@reads("lerp")
+def _lerp(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    start, end, weight = (r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((0, "input"), (1, "end"), (2, "weight")))
+    return build("+", start, build("*", weight, build("-", end, start)))
+
+
+@reads("relu", "leaky_relu", "silu", "softplus", "softsign", "hardtanh", "gelu", "relu6", "log_sigmoid", "logsigmoid")
 def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     x = r.operand(args[0], index, node)
     match operation(node):
@@ -174,6 +187,11 @@ def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
             return build("where", build(">", x, ZERO), x, build("*", slope, x))
         case "silu":
             return build("*", x, build("sigmoid", x))
+        case "gelu" if argument(args, kwargs, 1, "approximate", default="none") == "none":
+            return build("*", build("*", const(0.5), x), build("+", const(1.0), build("erf", build("*", const(math.sqrt(0.5)), x))))
+        case "logsigmoid" | "log_sigmoid":
+            low = build("where", build("<", x, ZERO), x, ZERO)
+            return build("-", low, build("log1p", build("exp", build("neg", build("abs", x)))))
         case "softsign":
             return build("/", x, build("+", const(1.0), build("abs", x)))
         case "softplus":
@@ -252,6 +270,8 @@ def _comparison(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
         raise Unreadable  # what eager compares has been rounded; the program would compare something else
     if x is y and not as_float:
         return const(op in ("<=", ">=", "=="))
+    if x is y and op in ("==", "!="):
+        return build("isnan", x) if op == "!=" else build("~", build("isnan", x))
     return _compare(op, x, y)
 
 

@@ -89,7 +89,7 @@ class _Chooser:
         self.r = r
         self.queries = frozenset(block.roles.queries)
         self.keys = block.roles.keys
-        self.axes = frozenset((*block.index, block.roles.keys))
+        self.axes = frozenset((*(a for d in block.dims for a in d), block.roles.keys))
         self.memo: dict[Expr, Expr] = {}
         self.tables: dict[str, Table] = {}
 

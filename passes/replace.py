@@ -259,9 +259,11 @@ def _result(out: Emitter, node: Node, block: Attention, layout: str) -> Node:
     assert root is not None
     if any(len(g) != 1 for g in (roles.batch, roles.heads, roles.queries, roles.columns)):
         node = _unfold(out, node, (roles.batch, roles.heads, roles.queries, roles.columns), layout)
-    order = [axes.index(a) for a in block.index]
+    order = [axes.index(a) for d in block.dims for a in d]
     if order != list(range(len(axes))):
         node = out.method("permute", node, order)
+    if len(order) != root.dim():
+        node = out.method("reshape", node, _shape_argument(out, ix.shape_of(root)))
     got = tensor(node)
     assert got is not None
     if got.dtype != root.dtype:
@@ -330,6 +332,6 @@ def choose_layout(block: Attention) -> str:
     roles = block.roles
     wanted = (*roles.batch, *roles.queries, *roles.heads, *roles.columns)
     by_stride = sorted(range(root.dim()), key=lambda d: (-_hint(root.stride(d)), d))
-    if len(roles.queries) and tuple(block.index[d] for d in by_stride) == wanted and roles.heads:
+    if roles.queries and roles.heads and tuple(a for d in by_stride for a in block.dims[d]) == wanted:
         return "bmhd"
     return "bhmd"

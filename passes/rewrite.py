@@ -29,6 +29,7 @@ from torchflash.report import Rewritten, Skipped, bytes_of_scores, dims, locate
 log = logging.getLogger(__name__)
 
 ANCHORS = frozenset(("softmax", "_safe_softmax", "log_softmax"))
+EXPONENTIALS = frozenset(("exp", "exp2"))
 
 
 @dataclass
@@ -50,7 +51,7 @@ def rewrite_graph(gm: GraphModule, options: Any = None) -> list[Rewritten | Skip
 
 def _rewrite_one(gm: GraphModule) -> list[Rewritten | Skipped]:
     names = [operation(n) for n in gm.graph.nodes]
-    if not any(n in CONTRACTIONS for n in names) or not (ANCHORS & set(names) or "exp" in names):
+    if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
         return [_skip(n, Failure("no_values", "the graph contracts nothing")) for n in gm.graph.nodes if operation(n) in ANCHORS]
     try:
         reader = Reader(gm.graph)
@@ -68,7 +69,7 @@ def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
     found: set[Node] = set()
     for node in gm.graph.nodes:
         name = operation(node)
-        if name in ANCHORS or name in ("exp", "exp2"):
+        if name in ANCHORS | EXPONENTIALS:
             found.add(node)
         elif name in HANDLERS and name not in CONTRACTIONS:
             args, kwargs = r.arguments(node)
@@ -100,6 +101,8 @@ def _candidates(r: Reader, gm: GraphModule, probabilities: frozenset[Node]) -> t
 
 
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
+    if torch._C._functorch.is_batchedtensor(tensor(root)):
+        return Failure("layout", "inside torch.func.vmap, whose tensors hide an axis", root)
     block = prove(r, root, probabilities)
     if not isinstance(block, Attention):
         return block
@@ -141,7 +144,7 @@ def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> li
         seen.add(node)
         if operation(node) in ANCHORS:
             calls.append(node)
-        elif operation(node) in ("exp", "exp2"):
+        elif operation(node) in EXPONENTIALS:
             exponentials.append(node)
         args, kwargs = r.arguments(node)
         queue += [a for a in (*args, *kwargs.values()) if isinstance(a, Node)]

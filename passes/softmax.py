@@ -68,10 +68,29 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
     if len(dropouts) > 1:
         return Failure("nonlinear_weights", "two dropouts follow the softmax", consumer)
     post = score.substitute(post, {x: x.args[0] for x in dropouts}, build) if dropouts else post
+    post = _replace_nans(post)
+    if any(x.op == "dropout" for x in score.topological(scores)):
+        return Failure("unknown_op", "dropout on the scores, before the softmax", node)
     if not linear(post):
         return Failure("nonlinear_weights", f"what follows the softmax is not linear in it: {post}", consumer)
     scores = strip_row_constants(r, scores, n)
     return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node)
+
+
+def _replace_nans(e: Expr) -> Expr:
+    """where(isnan(x), 0, x) as nan_to_num(x): a weight is never infinite."""
+
+    def make(op: str, *args: Expr) -> Expr:
+        if op == "where":
+            c, a, b = args
+            if c.op == "isnan" and c.args[0] is b and a.op == "const" and a.value == 0:
+                return build("nan_to_num", b)
+        return build(op, *args)
+
+    memo: dict[Expr, Expr] = {}
+    for x in score.topological(e):
+        memo[x] = x if x.value is not None or not x.args else make(x.op, *(memo[a] for a in x.args))
+    return memo[e]
 
 
 def linear(e: Expr) -> bool:
