@@ -33,8 +33,8 @@ CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
 
 @dataclass(frozen=True)
 class Roles:
-    """What the axes of a block are. `batch`, `heads`, `queries`, `columns` (of v) are axes of the root, in the order in which
-    they fold; `heads` may end in axes that k or v lack. `keys` and `depth` are the contracted ones."""
+    """What the axes of a block are. `batch`, `heads`, `queries`, `columns` (of v) are axes of the root, in the order
+    in which they fold; `heads` may end in axes that k or v lack. `keys` and `depth` are the contracted ones."""
 
     batch: tuple[Index, ...]
     heads: tuple[Index, ...]
@@ -46,9 +46,9 @@ class Roles:
 
 @dataclass(frozen=True)
 class Attention:
-    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `first` the contraction
-    of queries and keys; `scores` and `post` are expressions over the axes in `roles`, with `s` for the raw product and loads named
-    after nodes."""
+    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `first`
+    the contraction of queries and keys; `scores` and `post` are expressions over the axes in `roles`, with `s` for
+    the raw product and loads named after nodes."""
 
     root: Node
     dims: tuple[tuple[Index, ...], ...]
@@ -66,8 +66,8 @@ class Attention:
 
 
 def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | Failure | None:
-    """The attention block that ends in `root`; a Failure that says which step of the proof fails; None where nothing hints at
-    attention. `probabilities` are the nodes that may hold weights."""
+    """The attention block that ends in `root`; a Failure that says which step of the proof fails; None where nothing
+    hints at attention. `probabilities` are the nodes that may hold weights."""
     result = tensor(root)
     assert result is not None
     dims: tuple[tuple[Index, ...], ...] = tuple((ix.axis(f"a{i}", size),) for i, size in enumerate(ix.shape_of(result)))
@@ -92,13 +92,17 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
     return tuple(p for a in axes for p in (parts if a is by.axis else (a,)))
 
 
-def _prove(r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]) -> Attention | Failure | _Split | None:
+def _prove(
+    r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
+) -> Attention | Failure | _Split | None:
     index = tuple(ix.fold(d) for d in dims)
     second, denominator = _second(r, root, index)
     if second is None or len(second.summed) != 1:
         return None
     if operation(second.node) in ("baddbmm", "addmm"):
-        return Failure("unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node)
+        return Failure(
+            "unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node
+        )
     n = second.summed[0]
     failure: Failure | _Split | None = None
     for weights_side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
@@ -155,7 +159,9 @@ def _block(
     if not proper and any("@" in x.value for x in score.loads(weights.scores)):
         return Failure("mutation", "the scores are written in place through a view of them", weights.softmax)
     if not proper and (unknown := _unknown_operation(r, weights.scores)) is not None:
-        return Failure("unknown_op", f"the reader does not know {operation(unknown) or unknown.target} of the scores", unknown)
+        return Failure(
+            "unknown_op", f"the reader does not know {operation(unknown) or unknown.target} of the scores", unknown
+        )
     if not proper:
         return Failure("no_scores", "what is normalised is not a contraction of queries with keys", weights.softmax)
     main = proper[0]
@@ -166,7 +172,9 @@ def _block(
         if x is not main:
             c = products.get(x)
             if c is None or bases & {peel_steps(r, o)[-1].node for o in (c.lhs, c.rhs)}:
-                return Failure("several_contractions", f"the scores add another contraction ({x.value.node.name})", x.value.node)
+                return Failure(
+                    "several_contractions", f"the scores add another contraction ({x.value.node.name})", x.value.node
+                )
     loaded = {x: r.load(x.value.node, x.value.index) for x in leaves if x is not main}
     scores = score.substitute(weights.scores, {main: name("s"), **loaded}, build)
     first = products[main]
@@ -184,14 +192,28 @@ def _block(
     roles = _roles(axes, n, first.summed, q, k, v, ix.expr_axes(scores) | ix.expr_axes(weights.post))
     if isinstance(roles, Failure):
         return roles
-    return Attention(root, dims, first.node, weights.softmax, q, k, v, first.dtype, second.dtype, roles, scores, weights.post, weights.dropout_p)
+    return Attention(
+        root,
+        dims,
+        first.node,
+        weights.softmax,
+        q,
+        k,
+        v,
+        first.dtype,
+        second.dtype,
+        roles,
+        scores,
+        weights.post,
+        weights.dropout_p,
+    )
 
 
 def _unknown_operation(r: Reader, scores: Expr) -> Node | None:
     """An operation the reader stopped at that has a contraction before it."""
     for x in score.loads(scores):
         node = r.held[x.value[1:]][0]
-        stack, seen = [node], set()
+        stack, seen = [node], set[Node]()
         while stack and len(seen) < 64:
             y = stack.pop()
             if y in seen or not y.op.startswith("call"):
@@ -212,7 +234,8 @@ def _queries_and_keys(c: Contraction, n: Index) -> tuple[Operand, Operand] | Non
 
 
 def _plainest(r: Reader, o: Operand) -> Operand:
-    """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis or a constant."""
+    """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis
+    or a constant."""
     best = o
     for step in peel_steps(r, o):
         if _whole(step):

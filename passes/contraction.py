@@ -1,6 +1,6 @@
 """A contraction of two tensors, whatever it is spelled with, as two operands read at named axes.
 
-    out[b, h, m, n] = Σ_d  lhs[b, h, m, d] * rhs[b, h, n, d]
+out[b, h, m, n] = Σ_d  lhs[b, h, m, d] * rhs[b, h, n, d]
 """
 
 from __future__ import annotations
@@ -84,7 +84,12 @@ def _einsum(r: Reader, node: Node, args: tuple[Any, ...], index: Indices, role: 
     equation, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or tensor(operands[0]) is None or tensor(operands[1]) is None:
+    if (
+        not isinstance(equation, str)
+        or len(operands) != 2
+        or tensor(operands[0]) is None
+        or tensor(operands[1]) is None
+    ):
         return None
     shapes = [ix.shape_of(tensor(o)) for o in operands]  # type: ignore[arg-type]
     terms, out = _expand(equation, [len(s) for s in shapes])
@@ -96,7 +101,7 @@ def _einsum(r: Reader, node: Node, args: tuple[Any, ...], index: Indices, role: 
         for letter, size in zip(term, shape, strict=True):
             if sizes.setdefault(letter, size) == 1:
                 sizes[letter] = size  # the other operand may broadcast
-    summed = []
+    summed: list[ix.Index] = []
     for letter, size in sizes.items():
         if letter not in at:
             at[letter] = ix.axis(f"{role}{len(summed)}" if summed else role, size)

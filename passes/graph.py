@@ -1,7 +1,8 @@
 """Reading an FX graph: the value, canonical operation and arguments of a node, in whatever spelling it was written.
 
-`torch.softmax(x, 1)`, `x.softmax(dim=1)`, `aten.softmax.int(x, 1)` and `F.softmax(x, 1)` are all the operation "softmax"; `a += b`,
-`a.add_(b)` and `operator.iadd(a, b)` are all "add" (what writing in place means for the graph is `passes.mutation`'s business).
+`torch.softmax(x, 1)`, `x.softmax(dim=1)`, `aten.softmax.int(x, 1)` and `F.softmax(x, 1)` are all the operation
+"softmax"; `a += b`, `a.add_(b)` and `operator.iadd(a, b)` are all "add" (what writing in place means for the graph is
+`passes.mutation`'s business).
 """
 
 from __future__ import annotations
@@ -12,20 +13,52 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-_OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ifloordiv": "floor_divide", "iand": "and", "ior": "or",
-              "ixor": "xor", "ipow": "pow", "imod": "remainder", "imatmul": "matmul", "truediv": "div", "true_divide": "div", "divide": "div",
-              "multiply": "mul", "subtract": "sub", "floordiv": "floor_divide", "mod": "remainder", "fmod_": "fmod", "and_": "and", "or_": "or",
-              "xor": "xor", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "invert": "invert", "inv": "invert",
-              "bitwise_not": "invert", "not_": "logical_not", "negative": "neg", "absolute": "abs", "arctan": "atan", "clip": "clamp",
-              "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "_softmax": "softmax",
-              "_log_softmax": "log_softmax", "special_softmax": "softmax", "special_log_softmax": "log_softmax",
-              "swapaxes": "transpose", "swapdims": "transpose", "concat": "cat", "concatenate": "cat", "_unsafe_view": "view",
-              "moveaxis": "movedim", "special_expit": "sigmoid", "expit": "sigmoid", "special_logsumexp": "logsumexp", "max_pool": "max_pool",
-              "special_erf": "erf", "special_exp2": "exp2", "special_expm1": "expm1", "special_log1p": "log1p", "__and__": "and",
-              "__or__": "or", "__xor__": "xor", "__add__": "add", "__radd__": "radd", "__mul__": "mul", "__rmul__": "mul", "__sub__": "sub",
-              "__rsub__": "rsub", "__truediv__": "div", "__rtruediv__": "rdiv", "__matmul__": "matmul", "__neg__": "neg", "__invert__": "invert",
-              "__getitem__": "getitem", "__eq__": "eq", "__ne__": "ne", "__le__": "le", "__lt__": "lt", "__ge__": "ge", "__gt__": "gt",
-              "__pow__": "pow", "__floordiv__": "floor_divide", "__mod__": "remainder", "_to_copy": "to", "type_": "type"}  # fmt: skip
+# canonical operation: its other names
+_SPELLINGS = {
+    "abs": "absolute",
+    "add": "iadd __add__",
+    "and": "iand and_ bitwise_and __and__",
+    "atan": "arctan",
+    "cat": "concat concatenate",
+    "clamp": "clip",
+    "div": "itruediv truediv true_divide divide __truediv__",
+    "eq": "__eq__",
+    "erf": "special_erf",
+    "exp2": "special_exp2",
+    "expm1": "special_expm1",
+    "floor_divide": "ifloordiv floordiv __floordiv__",
+    "fmod": "fmod_",
+    "ge": "greater_equal __ge__",
+    "getitem": "__getitem__",
+    "gt": "greater __gt__",
+    "invert": "inv bitwise_not __invert__",
+    "le": "less_equal __le__",
+    "log1p": "special_log1p",
+    "log_softmax": "_log_softmax special_log_softmax",
+    "logical_not": "not_",
+    "logsumexp": "special_logsumexp",
+    "lt": "less __lt__",
+    "matmul": "imatmul __matmul__",
+    "movedim": "moveaxis",
+    "mul": "imul multiply __mul__ __rmul__",
+    "ne": "not_equal __ne__",
+    "neg": "negative __neg__",
+    "or": "ior or_ bitwise_or __or__",
+    "pow": "ipow __pow__",
+    "radd": "__radd__",
+    "rdiv": "__rtruediv__",
+    "remainder": "imod mod __mod__",
+    "rsub": "__rsub__",
+    "sigmoid": "special_expit expit",
+    "softmax": "_softmax special_softmax",
+    "sub": "isub subtract __sub__",
+    "to": "_to_copy",
+    "transpose": "swapaxes swapdims",
+    "type": "type_",
+    "view": "_unsafe_view",
+    "xor": "ixor bitwise_xor __xor__",
+}
+_OPERATORS = {name: canonical for canonical, names in _SPELLINGS.items() for name in names.split()}
 
 
 def value(x: Any) -> Any:
@@ -61,7 +94,19 @@ def in_place_target(node: Node) -> Any:
     """The argument a call writes to, or None."""
     if node.op == "call_function":
         text = getattr(node.target, "__name__", "")
-        if node.target is operator.setitem or text in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "iand", "ior", "ixor", "ipow", "imod", "imatmul"):
+        if node.target is operator.setitem or text in (
+            "iadd",
+            "isub",
+            "imul",
+            "itruediv",
+            "ifloordiv",
+            "iand",
+            "ior",
+            "ixor",
+            "ipow",
+            "imod",
+            "imatmul",
+        ):
             return node.args[0]
         if isinstance(node.target, torch._ops.OpOverload):
             for a, argument in zip(node.args, node.target._schema.arguments, strict=False):
@@ -71,7 +116,11 @@ def in_place_target(node: Node) -> Any:
             return node.args[0] if node.args else None
     elif node.op == "call_method":
         text = str(node.target)
-        if text == "__setitem__" or (text.endswith("_") and not text.endswith("__")) or text in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
+        if (
+            text == "__setitem__"
+            or (text.endswith("_") and not text.endswith("__"))
+            or text in ("__iadd__", "__isub__", "__imul__", "__itruediv__")
+        ):
             return node.args[0]
     out = node.kwargs.get("out")
     if out is None and node.kwargs.get("inplace") is True:

@@ -1,8 +1,8 @@
 """Index algebra: which element of a source an element of a view is.
 
-An index is a sympy integer expression over *axes* (symbols with a known size), size symbols of the traced graph, and opaque
-symbols that stand for an index read from a tensor. View operations are maps on such indices; divisions and remainders fold
-where the ranges of the axes decide them, so that reshaping there and back is the identity again.
+An index is a sympy integer expression over *axes* (symbols with a known size), size symbols of the traced graph, and
+opaque symbols that stand for an index read from a tensor. View operations are maps on such indices; divisions and
+remainders fold where the ranges of the axes decide them, so that reshaping there and back is the identity again.
 
     view (B*H, M) of (B, H, M) at (i, m)      ->  (i // H, i % H, m)
     view (B, H, M) of (B*H, M) at (b, h, m)   ->  (b*H + h, m)
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -22,7 +22,7 @@ from torch.utils._sympy.functions import FloorDiv, PythonMod
 from torchflash import score
 from torchflash.score import Expr
 
-Index = sympy.Expr
+Index: TypeAlias = sympy.Expr
 ZERO = sympy.Integer(0)
 ONE = sympy.Integer(1)
 
@@ -44,7 +44,7 @@ def shape_of(tensor: torch.Tensor) -> tuple[Index, ...]:
     return tuple(size_of(s) for s in tensor.shape)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def axis(role: str, size: Index) -> Index:
     """The axis `role` running over `range(size)`. An axis of size 1 keeps its name, so that its role can be told."""
     a = sympy.Symbol(f"{role}[{size}]", integer=True, nonnegative=True)
@@ -172,7 +172,7 @@ def rejoin(e: Index) -> Index:
     while changed and e.is_Add:
         changed = False
         for term in e.args:
-            coefficient, rest = term.as_coeff_Mul()
+            _coefficient, rest = term.as_coeff_Mul()
             rests = [f for f in sympy.Mul.make_args(rest) if isinstance(f, PythonMod)]
             if len(rests) != 1:
                 continue
@@ -338,7 +338,8 @@ def expr_axes(e: Expr) -> frozenset[Index]:
 
 
 def compare(op: str, a: Expr, b: Expr) -> Expr | None:
-    """A comparison of two indices, folded where ranges decide it and with both sides tidied; None if not both indices."""
+    """A comparison of two indices, folded where ranges decide it and with both sides tidied; None if not both
+    indices."""
     x, y = from_expr(a), from_expr(b)
     if x is None or y is None:
         return None

@@ -4,9 +4,9 @@
     s.masked_fill_(mask, -inf)  ->  s'   = masked_fill(s, mask, -inf)
     softmax(s)                      softmax(s')
 
-A write to a whole tensor renames it for everything that follows. A write to part of one, or through an alias of another shape,
-leaves the other names *stale* from there on: their definition no longer says what they hold. A stale tensor can still be
-loaded (the graph computes it), never read through. The graph itself is not changed.
+A write to a whole tensor renames it for everything that follows. A write to part of one, or through an alias of
+another shape, leaves the other names *stale* from there on: their definition no longer says what they hold. A stale
+tensor can still be loaded (the graph computes it), never read through. The graph itself is not changed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def storage(node: Node) -> int | None:
 
 def _geometry(node: Node) -> tuple[Any, ...] | None:
     t = tensor(node)
-    return None if t is None else (tuple(map(str, t.shape)), tuple(map(str, t.stride())), str(t.storage_offset()), t.dtype)
+    return (
+        None if t is None else (tuple(map(str, t.shape)), tuple(map(str, t.stride())), str(t.storage_offset()), t.dtype)
+    )
 
 
 def _covers(node: Node, written: Node) -> bool:

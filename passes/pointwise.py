@@ -12,7 +12,18 @@ from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.contraction import einsum_permutation
 from torchflash.passes.graph import argument, operation, several, tensor, value
-from torchflash.passes.reader import HALVES, SMALL_INTS, Dot, Indices, Reader, Reduce, Softmax, Unreadable, positive_dim, reads
+from torchflash.passes.reader import (
+    HALVES,
+    SMALL_INTS,
+    Dot,
+    Indices,
+    Reader,
+    Reduce,
+    Softmax,
+    Unreadable,
+    positive_dim,
+    reads,
+)
 from torchflash.score import FALSE, TRUE, ZERO, Expr, build, const
 
 Args = tuple[Any, ...]
@@ -42,7 +53,9 @@ def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     if _dtype(node) in SMALL_INTS:
         raise Unreadable
     if _dtype(node) == torch.bool:
-        return build("|", r.read(a, ix.broadcast(_shape(a), index), node), r.read(b, ix.broadcast(_shape(b), index), node))
+        return build(
+            "|", r.read(a, ix.broadcast(_shape(a), index), node), r.read(b, ix.broadcast(_shape(b), index), node)
+        )
     alpha = argument(args, kwargs, 2, "alpha", default=1)
     if alpha != 1:
         scale = r.operand(alpha, (), node)
@@ -164,12 +177,18 @@ def _abs(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
 def _addc(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     a, b = (r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((1, "tensor1"), (2, "tensor2")))
     value_ = r.operand(argument(args, kwargs, 3, "value", default=1), (), node)
-    return build("+", r.operand(args[0], index, node), build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)))
+    return build(
+        "+",
+        r.operand(args[0], index, node),
+        build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)),
+    )
 
 
 @reads("lerp")
 def _lerp(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    start, end, weight = (r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((0, "input"), (1, "end"), (2, "weight")))
+    start, end, weight = (
+        r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((0, "input"), (1, "end"), (2, "weight"))
+    )
     return build("+", start, build("*", weight, build("-", end, start)))
 
 
@@ -188,19 +207,29 @@ def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
         case "silu":
             return build("*", x, build("sigmoid", x))
         case "gelu" if argument(args, kwargs, 1, "approximate", default="none") == "none":
-            return build("*", build("*", const(0.5), x), build("+", const(1.0), build("erf", build("*", const(math.sqrt(0.5)), x))))
+            return build(
+                "*",
+                build("*", const(0.5), x),
+                build("+", const(1.0), build("erf", build("*", const(math.sqrt(0.5)), x))),
+            )
         case "logsigmoid" | "log_sigmoid":
             low = build("where", build("<", x, ZERO), x, ZERO)
             return build("-", low, build("log1p", build("exp", build("neg", build("abs", x)))))
         case "softsign":
             return build("/", x, build("+", const(1.0), build("abs", x)))
         case "softplus":
-            beta, threshold = argument(args, kwargs, 1, "beta", default=1), argument(args, kwargs, 2, "threshold", default=20)
+            beta, threshold = (
+                argument(args, kwargs, 1, "beta", default=1),
+                argument(args, kwargs, 2, "threshold", default=20),
+            )
             if beta != 1:
                 raise Unreadable
             return build("where", build(">", x, const(float(threshold))), x, build("log1p", build("exp", x)))
         case "hardtanh":
-            low, high = argument(args, kwargs, 1, "min_val", default=-1.0), argument(args, kwargs, 2, "max_val", default=1.0)
+            low, high = (
+                argument(args, kwargs, 1, "min_val", default=-1.0),
+                argument(args, kwargs, 2, "max_val", default=1.0),
+            )
             return _clamped(x, const(float(low)), const(float(high)))
     raise Unreadable
 
@@ -358,7 +387,9 @@ def _nan_to_num(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
 
 def _is_probability(r: Reader, e: Expr) -> bool:
     """Never infinite: a softmax, or one by hand."""
-    return r.depends(e) and any(x.op == "softmax" or (x.op == "reduce" and x.value.op in ("sum", "logsumexp")) for x in score.topological(e))
+    return r.depends(e) and any(
+        x.op == "softmax" or (x.op == "reduce" and x.value.op in ("sum", "logsumexp")) for x in score.topological(e)
+    )
 
 
 @reads("isnan", "isinf", "isneginf", "isfinite")
@@ -385,7 +416,20 @@ def _to(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Ex
     return r.cast(r.read(args[0], index, node), source.dtype, _dtype(node))
 
 
-@reads("contiguous", "clone", "detach", "alias", "requires_grad_", "cuda", "cpu", "positive", "pos", "lift_fresh", "lift_fresh_copy", "expand_copy")
+@reads(
+    "contiguous",
+    "clone",
+    "detach",
+    "alias",
+    "requires_grad_",
+    "cuda",
+    "cpu",
+    "positive",
+    "pos",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "expand_copy",
+)
 def _identity(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     return r.read(args[0], index, node)
 
@@ -415,18 +459,37 @@ def _dropout(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
 
 @reads("arange")
 def _arange(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    start, step = (args[0], args[2] if len(args) > 2 else kwargs.get("step", 1)) if len(args) > 1 else (kwargs.get("start", 0), kwargs.get("step", 1))
+    start, step = (
+        (args[0], args[2] if len(args) > 2 else kwargs.get("step", 1))
+        if len(args) > 1
+        else (kwargs.get("start", 0), kwargs.get("step", 1))
+    )
     if _dtype(node).is_floating_point:
         first, by = (r.operand(x, (), node) for x in (start, step))
         position = build("+", first, build("*", by, build("float", ix.to_expr(index[0]))))
         return r.cast(position, torch.float32, _dtype(node)) if _dtype(node) in HALVES else position
-    first, by = (ix.from_expr(r.operand(x, (), node)) for x in (start, step))
-    if first is None or by is None:
+    low, stride = (ix.from_expr(r.operand(x, (), node)) for x in (start, step))
+    if low is None or stride is None:
         raise Unreadable
-    return ix.to_expr(ix.sympy.expand(first + by * index[0]))
+    return ix.to_expr(ix.sympy.expand(low + stride * index[0]))
 
 
-@reads("zeros", "zeros_like", "new_zeros", "zero", "ones", "ones_like", "new_ones", "full", "full_like", "new_full", "fill", "tensor", "scalar_tensor", "as_tensor")
+@reads(
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "zero",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "full",
+    "full_like",
+    "new_full",
+    "fill",
+    "tensor",
+    "scalar_tensor",
+    "as_tensor",
+)
 def _full(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     name = operation(node)
     dtype = _dtype(node)
@@ -436,7 +499,7 @@ def _full(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> 
         filler = 1
     elif name in ("tensor", "scalar_tensor", "as_tensor"):
         filler = args[0]
-        if isinstance(filler, (list, tuple)) or (t := tensor(filler)) is not None and t.dim():
+        if isinstance(filler, (list, tuple)) or ((t := tensor(filler)) is not None and t.dim()):
             raise Unreadable
     else:
         position = 2 if name == "new_full" else 1
@@ -465,11 +528,15 @@ def _eye(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
 def _outer(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     if not _dtype(node).is_floating_point:
         raise Unreadable
-    x, y = (r.cast(r.read(t, (i,), node), _dtype(t), torch.float32, keep_float=True) for t, i in ((args[0], index[0]), (args[1], index[1])))
+    x, y = (
+        r.cast(r.read(t, (i,), node), _dtype(t), torch.float32, keep_float=True)
+        for t, i in ((args[0], index[0]), (args[1], index[1]))
+    )
     return build("*", x, y)
 
 
-# ----------------------------------------------------------------------------------------------- leaves: scores and after
+# ----------------------------------------------------------------------------------------------- leaves: scores and
+# after
 
 
 @reads("matmul", "bmm", "mm", "einsum", "inner", "linear")
@@ -495,7 +562,11 @@ def _baddbmm(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
     if isinstance(beta, (int, float)) and beta == 0:
         return dot
     added = r.operand(args[0], index, node)
-    return build("+", added if isinstance(beta, (int, float)) and beta == 1 else build("*", r.operand(beta, (), node), added), dot)
+    return build(
+        "+",
+        added if isinstance(beta, (int, float)) and beta == 1 else build("*", r.operand(beta, (), node), added),
+        dot,
+    )
 
 
 @reads("softmax", "_safe_softmax", "softmin")
@@ -533,7 +604,9 @@ def _reduction(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices
     kept = iter(index)
     keepdim = argument(args, kwargs, 2, "keepdim", default=False)
     # the index of the source, with 0 at the reduced dims
-    at = tuple(next(kept) if d not in reduced else (next(kept), ix.ZERO)[1] if keepdim else ix.ZERO for d in range(rank))
+    at = tuple(
+        next(kept) if d not in reduced else (next(kept), ix.ZERO)[1] if keepdim else ix.ZERO for d in range(rank)
+    )
     shape = ix.shape_of(source)
     inside = tuple(ix.axis("r", shape[d]) if d in reduced else i for d, i in enumerate(at))
     if not r.depends(r.read(args[0], inside, node)):

@@ -1,8 +1,9 @@
 """From what was read to the programs of the operator: which tensors are captured, and the canonical form of the masks.
 
-What does not depend on the scores is either computed inside the kernel or loaded from a tensor of the graph. Loaded is what
-varies along queries or keys alone (a vector costs less to load than to compute again), and what a kernel could round
-differently from torch where that would flip a decision. A masked score takes the form where(keep, x, fill).
+What does not depend on the scores is either computed inside the kernel or loaded from a tensor of the graph. Loaded
+is what varies along queries or keys alone (a vector costs less to load than to compute again), and what a kernel
+could round differently from torch where that would flip a decision. A masked score takes the form where(keep, x,
+fill).
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from torchflash.score import Expr, build, const, name
 
 HEAVY = 12  # operations; more of them on indices alone are loaded where that costs a vector
 MASKED = -100.0  # a fill below this is worth skipping tiles for
-_COSTLY = frozenset(("load", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf", "**", "/", "//", "%"))
+_COSTLY = frozenset(
+    ("load", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf", "**", "/", "//", "%")
+)
 HUGE = 1e30  # no score is this large: adding one to a larger fill does not change the fill
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes and tables it captures; every node that is read for them,
-    and since which position in the graph it holds what was read; the size symbols the operator is given."""
+    """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes and tables it captures; every node that is
+    read for them, and since which position in the graph it holds what was read; the size symbols the operator is
+    given."""
 
     score: Expr
     keep: Expr | None
@@ -54,7 +58,9 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     try:
         chosen = [chooser.choose(e) for e in (block.scores, block.post)]
     except _MustLoad as e:
-        return Failure("unknown_op", f"a decision on a rounded value has no tensor to be loaded from: {e}", block.softmax)
+        return Failure(
+            "unknown_op", f"a decision on a rounded value has no tensor to be loaded from: {e}", block.softmax
+        )
     axes = _axis_names(block)
     body, post = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
     keep, fill = masked_form(body)
@@ -127,8 +133,8 @@ class _Chooser:
         return None if found is None or self._crosses(found[1]) else self.r.load(*found)
 
     def _table(self, e: Expr) -> Expr | None:
-        """A load of `e` from a table over distances, where computing it in the kernel is heavy, could round another way, or would add
-        the gradients of many elements to few."""
+        """A load of `e` from a table over distances, where computing it in the kernel is heavy, could round another
+        way, or would add the gradients of many elements to few."""
         if len(self.queries) != 1:
             return None
         (queries,) = self.queries
@@ -150,11 +156,19 @@ class _Chooser:
         if e.op != "load" or e.value[1:] not in self.r.held:
             return False
         t = tensor(self.r.held[e.value[1:]][0])
-        return t is not None and t.requires_grad and any(self.queries & ix.expr_axes(i) and self.keys in ix.expr_axes(i) for i in e.args)
+        return (
+            t is not None
+            and t.requires_grad
+            and any(self.queries & ix.expr_axes(i) and self.keys in ix.expr_axes(i) for i in e.args)
+        )
 
     def _narrowest(self, e: Expr) -> tuple[Node, tuple[Index, ...]] | None:
         """Where `e` can be loaded from with the fewest axes, at an index that needs no other load."""
-        found = [o for o in self.r.origin.get(e, ()) if self._axes(o[1]) <= self.axes and not any(score.loads(ix.to_expr(i)) for i in o[1])]
+        found = [
+            o
+            for o in self.r.origin.get(e, ())
+            if self._axes(o[1]) <= self.axes and not any(score.loads(ix.to_expr(i)) for i in o[1])
+        ]
         return min(found, key=lambda o: len(self._axes(o[1])), default=None)
 
     def _axes(self, index: Sequence[Index]) -> frozenset[Index]:
@@ -164,9 +178,9 @@ class _Chooser:
         axes = self._axes(index)
         return self.keys in axes and bool(axes & self.queries)
 
-
     def _decides_on_rounding(self, e: Expr) -> bool:
-        """A comparison or truncation of a computed float, which another order of operations could decide differently."""
+        """A comparison or truncation of a computed float, which another order of operations could decide
+        differently."""
         if e.op in score.COMPARE or e.op in ("int", "floor", "ceil", "trunc", "round", "sign", "//", "%"):
             return any(self._rounded(a) for a in e.args)
         return False
@@ -177,7 +191,23 @@ class _Chooser:
             return False
         if e.op == "float":
             return self._rounded(e.args[0])
-        if e.op in ("where", "neg", "abs", "minimum", "maximum", "~", "&", "|", "^", "floor", "ceil", "trunc", "round", "sign", "nan_to_num"):
+        if e.op in (
+            "where",
+            "neg",
+            "abs",
+            "minimum",
+            "maximum",
+            "~",
+            "&",
+            "|",
+            "^",
+            "floor",
+            "ceil",
+            "trunc",
+            "round",
+            "sign",
+            "nan_to_num",
+        ):
             return any(map(self._rounded, e.args))
         return not self._integral(e)
 
@@ -236,7 +266,9 @@ def _retarget(e: Expr, renamed: dict[Expr, Expr], targets: dict[str, str]) -> Ex
     for x in score.topological(e):
         if x not in memo:
             args = [memo[a] for a in x.args]
-            memo[x] = score.load(targets[x.value[1:]], args) if x.op == "load" else x if not args else score.call(x.op, *args)
+            memo[x] = (
+                score.load(targets[x.value[1:]], args) if x.op == "load" else x if not args else score.call(x.op, *args)
+            )
     return memo[e]
 
 
@@ -244,11 +276,13 @@ def _retarget(e: Expr, renamed: dict[Expr, Expr], targets: dict[str, str]) -> Ex
 
 
 def masked_form(e: Expr) -> tuple[Expr | None, float]:
-    """(keep, fill) such that `e` is at most fill wherever keep is false; keep is None where nothing is masked by position.
+    """(keep, fill) such that `e` is at most fill wherever keep is false; keep is None where nothing is masked by
+    position.
 
     0.125 * s + where(n <= m, 0.0, -inf)  ->  n <= m, -inf
 
-    The score itself stays as it is written: in a row that keeps no key an added mask passes gradients on, a filled one does not.
+    The score itself stays as it is written: in a row that keeps no key an added mask passes gradients on, a filled
+    one does not.
     """
     lifted = _lift(e)
     if lifted is None:

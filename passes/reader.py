@@ -1,8 +1,8 @@
 """Reads what a tensor of the graph holds at one symbolic index, as an expression of the score language.
 
-`Reader.read(node, index)` walks up from `node` through everything that is elementwise, a view, or made from indices, and stops
-at what it does not know: that becomes a *load* of the tensor at an index, which is always right. Three kinds of leaves
-mark what depends on the scores, each holding the node and the index it is read at:
+`Reader.read(node, index)` walks up from `node` through everything that is elementwise, a view, or made from indices,
+and stops at what it does not know: that becomes a *load* of the tensor at an index, which is always right. Three
+kinds of leaves mark what depends on the scores, each holding the node and the index it is read at:
 
     Dot      a contraction of two tensors            (read further by `passes.contraction`)
     Reduce   a reduction of something score-like     (read further by `passes.softmax`)
@@ -82,7 +82,8 @@ def reads(*names: str) -> Callable[[Handler], Handler]:
 
 
 class Reader:
-    """Reads one graph. `origin` remembers at which (node, index) pairs an expression was found: it can be loaded from there.
+    """Reads one graph. `origin` remembers at which (node, index) pairs an expression was found: it can be loaded from
+    there.
 
     `held` tells for each loaded name which node it is, and since which position in the graph it holds what was read.
     """
@@ -196,14 +197,20 @@ class Reader:
             as_float = result is not None and result.dtype.is_floating_point
         t = tensor(x)
         e = self.read(x, ix.broadcast(ix.shape_of(t), index) if t is not None else (), node)
-        return self.cast(e, t.dtype if t is not None else type(value(x)), torch.float32 if as_float else torch.int64, keep_float=True)
+        return self.cast(
+            e, t.dtype if t is not None else type(value(x)), torch.float32 if as_float else torch.int64, keep_float=True
+        )
 
     def cast(self, e: Expr, source: Any, target: torch.dtype, keep_float: bool = False) -> Expr:
-        """`e` of dtype (or Python type) `source` converted to `target`. Rounding to a half type is kept, except where the value
-        depends on the scores: those stay in float32, which is more accurate than what eager does."""
+        """`e` of dtype (or Python type) `source` converted to `target`. Rounding to a half type is kept, except where
+        the value depends on the scores: those stay in float32, which is more accurate than what eager does."""
         if target.is_complex:
             raise Unreadable
-        floating = source is float or source is torch.SymFloat or (isinstance(source, torch.dtype) and source.is_floating_point)
+        floating = (
+            source is float
+            or source is torch.SymFloat
+            or (isinstance(source, torch.dtype) and source.is_floating_point)
+        )
         boolean = source in (bool, torch.bool)
         if keep_float and floating:
             return e
@@ -225,7 +232,8 @@ class Reader:
 
 
 def gradient_cuts(graph: Graph) -> frozenset[Node]:
-    """The nodes through which no gradient flows although one of their inputs needs it: detach, and what runs under no_grad."""
+    """The nodes through which no gradient flows although one of their inputs needs it: detach, and what runs under
+    no_grad."""
     switches = [n for n in graph.nodes if operation(n) in ("_set_grad_enabled", "_enter_inference_mode")]
     disabled = bool(switches) and operation(switches[0]) == "_set_grad_enabled" and bool(switches[0].args[0])
     found = set()
@@ -238,7 +246,9 @@ def gradient_cuts(graph: Graph) -> frozenset[Node]:
         t = tensor(node)
         if t is None or not node.op.startswith("call") or t.requires_grad or not t.dtype.is_floating_point:
             continue
-        if (disabled or name == "detach") and any((s := tensor(i)) is not None and s.requires_grad for i in node.all_input_nodes):
+        if (disabled or name == "detach") and any(
+            (s := tensor(i)) is not None and s.requires_grad for i in node.all_input_nodes
+        ):
             found.add(node)
     return frozenset(found)
 
@@ -248,4 +258,3 @@ def positive_dim(dim: Any, rank: int) -> int:
     if not isinstance(dim, int):
         raise Unreadable
     return dim % max(rank, 1)
-

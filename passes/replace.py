@@ -4,8 +4,9 @@
     p = softmax(s * 0.125, -1)             ->      o  = torchflash.attention(q', k', v', …)[0]
     o = p @ v
 
-Every node is emitted with its fake value. When the result differs from the root's in shape, dtype or stride, the emitted nodes are
-erased and the block is skipped. A layout in memory other than the root's is used only where nobody can see it.
+Every node is emitted with its fake value. When the result differs from the root's in shape, dtype or stride, the
+emitted nodes are erased and the block is skipped. A layout in memory other than the root's is used only where nobody
+can see it.
 """
 
 from __future__ import annotations
@@ -69,15 +70,20 @@ class Emitter:
 def replace(
     r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]
 ) -> tuple[Node, Node] | Failure:
-    """Emits the operator before the root of `block`, and the views around it; returns its node and the node that has the root's
-    value. The root itself stays until the caller redirects its users. `tables` are those earlier blocks have emitted."""
+    """Emits the operator before the root of `block`, and the views around it; returns its node and the node that has
+    the root's value. The root itself stays until the caller redirects its users. `tables` are those earlier blocks
+    have emitted."""
     out = Emitter(graph, block.root)
     known = dict(tables)
     try:
         operator_, node = _emit(out, r, block, programs, layout, known)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
-        return Failure("mismatch", f"the replacement could not be built: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", block.root)
+        return Failure(
+            "mismatch",
+            f"the replacement could not be built: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
+            block.root,
+        )
     expected, got = tensor(block.root), tensor(node)
     assert expected is not None and got is not None
     for what, a, b in (
@@ -98,7 +104,9 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)  # of symbolic sizes: with a guard
 
 
-def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]) -> tuple[Node, Node]:
+def _emit(
+    out: Emitter, r: Reader, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]
+) -> tuple[Node, Node]:
     roles = block.roles
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
     k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), block.qk_dtype)
@@ -116,9 +124,11 @@ def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout:
     seed = None
     if block.dropout_p:
         seed = out.call(torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device)
-    arguments = (q, k, v, captures, sizes, str(programs.score), "" if programs.keep is None else str(programs.keep), programs.fill,
-                 str(programs.post), block.dropout_p, seed, layout)  # fmt: skip
-    both = out.call(torch.ops.torchflash.attention.default, *arguments)
+    keep = "" if programs.keep is None else str(programs.keep)
+    texts = (str(programs.score), keep, programs.fill, str(programs.post))
+    both = out.call(
+        torch.ops.torchflash.attention.default, q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout
+    )
     node = out.call(operator.getitem, both, 0)
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
         node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not
@@ -128,14 +138,21 @@ def _emit(out: Emitter, r: Reader, block: Attention, programs: Programs, layout:
 def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
     emission = Emission(out, table.axes, r.held, lambda size: _size(out, size), device)
     node = score.interpret(table.expr, emission)
-    return out.method("contiguous", out.method("expand", node, _shape_argument(out, [ix.axis_size(a) for a in table.axes])))
+    return out.method(
+        "contiguous", out.method("expand", node, _shape_argument(out, [ix.axis_size(a) for a in table.axes]))
+    )
 
 
 def _kept(out: Emitter, r: Reader, capture: Node, block: Attention) -> Node:
-    """A captured tensor; a copy of one that is written after the block, since the operator keeps it for the backward."""
+    """A captured tensor; a copy of one that is written after the block, since the operator keeps it for the
+    backward."""
     t = tensor(block.root)
     needs = t is not None and t.requires_grad
-    return out.method("clone", capture) if needs and r.versions.written_between(capture, r.versions.order[block.root], len(r.versions.order)) else capture
+    return (
+        out.method("clone", capture)
+        if needs and r.versions.written_between(capture, r.versions.order[block.root], len(r.versions.order))
+        else capture
+    )
 
 
 def _shape_argument(out: Emitter, sizes: Sequence[Index]) -> list[Any]:
@@ -177,10 +194,13 @@ def _symbol(out: Emitter, symbol: Index) -> Node:
     raise ValueError(f"no tensor of the graph has the size {symbol}")
 
 
-def _operand(out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype: torch.dtype, expand: bool = False) -> Node:
+def _operand(
+    out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype: torch.dtype, expand: bool = False
+) -> Node:
     """`o` as [batch, heads, rows, columns]: its dims permuted, missing axes inserted, groups of axes folded.
 
-    Heads that are grouped (axis // g) or missing at the end of the heads stay so, unless `expand`; other missing axes are expanded.
+    Heads that are grouped (axis // g) or missing at the end of the heads stay so, unless `expand`; other missing axes
+    are expanded.
     """
     node, index = o.node, list(o.index)
     t = tensor(node)
@@ -302,13 +322,16 @@ def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def strides_unseen(root: Node) -> bool:
-    """Whether every user of `root` gives the same for any strides: it copies, or is elementwise or a contraction. Views pass the question on."""
+    """Whether every user of `root` gives the same for any strides: it copies, or is elementwise or a contraction.
+    Views pass the question on."""
     for user in root.users:
         name = operation(user)
         if name in ("transpose", "permute", "getattr", "unsqueeze", "movedim", "t"):
             if not strides_unseen(user):
                 return False
-        elif name in ("reshape", "flatten", "linear", "matmul", "bmm", "mm", "contiguous") and user.op.startswith("call"):
+        elif name in ("reshape", "flatten", "linear", "matmul", "bmm", "mm", "contiguous") and user.op.startswith(
+            "call"
+        ):
             # a reshape gives a view or a copy; what follows sees a difference only through view() or strides
             if name in ("reshape", "flatten") and not strides_unseen(user):
                 return False
@@ -322,7 +345,7 @@ def strides_unseen(root: Node) -> bool:
 
 
 def choose_layout(block: Attention) -> str:
-    """"bmhd" where the heads are put behind the queries afterwards (so that this is free), "bhmd" otherwise."""
+    """ "bmhd" where the heads are put behind the queries afterwards (so that this is free), "bhmd" otherwise."""
     root = tensor(block.root)
     assert root is not None
     if strides_unseen(block.root):

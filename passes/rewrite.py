@@ -1,7 +1,8 @@
 """The pass: every attention block of a graph, and of the graph modules inside it, becomes one call of the operator.
 
-Candidates are the contractions whose operand may hold probabilities. Each is proven or not; of those proven, the blocks whose scores
-nothing else needs are rewritten. A block whose scores stay alive would create them anyway, so it is left alone.
+Candidates are the contractions whose operand may hold probabilities. Each is proven or not; of those proven, the
+blocks whose scores nothing else needs are rewritten. A block whose scores stay alive would create them anyway, so it
+is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchflash.kernels  # noqa: F401  (registers the operator)
-from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, prove
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
@@ -40,8 +40,9 @@ class _Candidate:
 
 
 def rewrite_graph(gm: GraphModule, options: Any = None) -> list[Rewritten | Skipped]:
-    """Rewrites `gm` in place, nested graph modules included. Returns a record for each block rewritten and each softmax left alone, in the
-    order of the graph. Never raises for a graph it does not understand: that is a Skipped with code `internal`."""
+    """Rewrites `gm` in place, nested graph modules included. Returns a record for each block rewritten and each
+    softmax left alone, in the order of the graph. Never raises for a graph it does not understand: that is a Skipped
+    with code `internal`."""
     records: list[Rewritten | Skipped] = []
     for module in gm.modules():
         if isinstance(module, GraphModule):
@@ -52,7 +53,11 @@ def rewrite_graph(gm: GraphModule, options: Any = None) -> list[Rewritten | Skip
 def _rewrite_one(gm: GraphModule) -> list[Rewritten | Skipped]:
     names = [operation(n) for n in gm.graph.nodes]
     if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
-        return [_skip(n, Failure("no_values", "the graph contracts nothing")) for n in gm.graph.nodes if operation(n) in ANCHORS]
+        return [
+            _skip(n, Failure("no_values", "the graph contracts nothing"))
+            for n in gm.graph.nodes
+            if operation(n) in ANCHORS
+        ]
     try:
         reader = Reader(gm.graph)
         probabilities = _probabilities(reader, gm)
@@ -78,7 +83,9 @@ def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _candidates(r: Reader, gm: GraphModule, probabilities: frozenset[Node]) -> tuple[list[_Candidate], dict[Node, Failure]]:
+def _candidates(
+    r: Reader, gm: GraphModule, probabilities: frozenset[Node]
+) -> tuple[list[_Candidate], dict[Node, Failure]]:
     candidates: list[_Candidate] = []
     failures: dict[Node, Failure] = {}  # softmax -> why
     proven: set[Node] = set()
@@ -101,7 +108,7 @@ def _candidates(r: Reader, gm: GraphModule, probabilities: frozenset[Node]) -> t
 
 
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
-    if torch._C._functorch.is_batchedtensor(tensor(root)):
+    if torch._C._functorch.is_batchedtensor(tensor(root)):  # type: ignore[arg-type]
         return Failure("layout", "inside torch.func.vmap, whose tensors hide an axis", root)
     block = prove(r, root, probabilities)
     if not isinstance(block, Attention):
@@ -113,7 +120,8 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
 
 
 def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
-    """The contraction of probabilities with values that a block ending in `node` would have: itself, or what it divides."""
+    """The contraction of probabilities with values that a block ending in `node` would have: itself, or what it
+    divides."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
         return None
@@ -133,7 +141,8 @@ def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -
 
 
 def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> list[Node]:
-    """The softmaxes that `root` contracts with something; where there is none in one call, the exponential of the one by hand."""
+    """The softmaxes that `root` contracts with something; where there is none in one call, the exponential of the one
+    by hand."""
     seen: set[Node] = set()
     queue = list(root.all_input_nodes)
     calls, exponentials = [], []
@@ -177,11 +186,15 @@ def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | No
     operands = [(o.node, order[o.user]) for o in (block.q, block.k, block.v)]
     for node, since in (*operands, *found.reads):
         if r.versions.written_between(node, since, order[block.root]):
-            return Failure("mutation", f"{node.name} is written in place between its use and the end of the block", node)
+            return Failure(
+                "mutation", f"{node.name} is written in place between its use and the end of the block", node
+            )
     return None
 
 
-def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure]) -> list[Rewritten | Skipped]:
+def _apply(
+    r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure]
+) -> list[Rewritten | Skipped]:
     while True:
         alive = _alive(r, gm, candidates)
         needed = [(c, users) for c in candidates if (users := _outside_users(r, c, alive))]
@@ -207,8 +220,16 @@ def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: d
         records.append((order[c.block.root], _rewritten(c, operator_)))
     _erase_dead(r, gm, {c.block.root for c in candidates if c.block.softmax not in failures})
     for node in order:
-        if node in failures and node not in done or (operation(node) in ANCHORS and node not in done):
-            records.append((order[node], _skip(node, failures.get(node) or Failure("no_values", "the result is not contracted with values", node))))
+        if (node in failures and node not in done) or (operation(node) in ANCHORS and node not in done):
+            records.append(
+                (
+                    order[node],
+                    _skip(
+                        node,
+                        failures.get(node) or Failure("no_values", "the result is not contracted with values", node),
+                    ),
+                )
+            )
     if candidates:
         gm.graph.lint()
         gm.recompile()
@@ -217,7 +238,10 @@ def _apply(r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: d
 
 def _alive(r: Reader, gm: GraphModule, candidates: list[_Candidate]) -> set[Node]:
     """The nodes that are still needed once every candidate is rewritten."""
-    inputs = {c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *(n for n, _ in c.programs.reads)] for c in candidates}
+    inputs = {
+        c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *(n for n, _ in c.programs.reads)]
+        for c in candidates
+    }
     stack = [n for n in gm.graph.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
     alive: set[Node] = set()
     while stack:
@@ -229,7 +253,9 @@ def _alive(r: Reader, gm: GraphModule, candidates: list[_Candidate]) -> set[Node
             stack += inputs[n]
         else:
             args, kwargs = r.arguments(n)
-            stack += [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Node)] + n.all_input_nodes
+            stack += [
+                a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Node)
+            ] + n.all_input_nodes
     return alive
 
 
@@ -253,7 +279,12 @@ def _erase_dead(r: Reader, gm: GraphModule, roots: set[Node]) -> None:
     """Removes the rewritten blocks, and what only they used."""
     pending = set(roots)
     for node in reversed(list(gm.graph.nodes)):
-        if node in pending and not node.users and node in r.versions.order and not (_effects(r, node) or node.op in ("placeholder", "output")):
+        if (
+            node in pending
+            and not node.users
+            and node in r.versions.order
+            and not (_effects(r, node) or node.op in ("placeholder", "output"))
+        ):
             pending |= set(node.all_input_nodes)
             gm.graph.erase_node(node)
 

@@ -1,4 +1,5 @@
-"""What a probability is: finds the softmax in an expression, in one call or written by hand, and what is done to it after.
+"""What a probability is: finds the softmax in an expression, in one call or written by hand, and what is done to it
+after.
 
     softmax(x)      exp(x) / Σ exp(x)      exp(x - logsumexp(x))      exp(x - a - log Σ exp(x - a))
 
@@ -23,7 +24,8 @@ from torchflash.score import Expr, build, const, name
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a softmax is not the softmax of an attention block: the report's skip code, the words, and where it failed."""
+    """Why a softmax is not the softmax of an attention block: the report's skip code, the words, and where it
+    failed."""
 
     code: str
     reason: str
@@ -57,7 +59,9 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
         else:
             stack.extend(x.args)
     if len(matches) > 1:
-        return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes", consumer)
+        return Failure(
+            "several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes", consumer
+        )
     if failure is not None or not matches:
         return failure or Failure("no_scores", "what is contracted with the values is not a softmax", consumer)
     ((where, (scores, node)),) = matches.items()
@@ -115,15 +119,22 @@ def linear(e: Expr) -> bool:
 
 
 def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
-    """(scores, node) when `e` is itself a softmax over `n`; None when it may contain one; Failure when it is another thing."""
+    """(scores, node) when `e` is itself a softmax over `n`; None when it may contain one; Failure when it is another
+    thing."""
     match e.op:
         case "softmax":
             s = e.value
             if s.index[s.dim] != n or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
-                return Failure("softmax_axis", f"normalised over dim {s.dim}, which is not the one contracted with the values", s.call)
+                return Failure(
+                    "softmax_axis",
+                    f"normalised over dim {s.dim}, which is not the one contracted with the values",
+                    s.call,
+                )
             t = tensor(s.node)
             if t is None or ix.shape_of(t)[s.dim] != ix.axis_size(n):
-                return Failure("denominator", "normalised over more than the keys that are contracted with the values", s.call)
+                return Failure(
+                    "denominator", "normalised over more than the keys that are contracted with the values", s.call
+                )
             return r.read(s.node, s.index, s.call), s.call
         case "/":
             return _divided(r, e.args[0], e.args[1], n, consumer)
@@ -140,7 +151,9 @@ def _has_sum(e: Expr) -> bool:
     return any(x.op == "reduce" and x.value.op == "sum" for x in score.topological(e))
 
 
-def _divided(r: Reader, numerator: Expr, denominator: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
+def _divided(
+    r: Reader, numerator: Expr, denominator: Expr, n: ix.Index, consumer: Node
+) -> tuple[Expr, Node] | Failure | None:
     """numerator / denominator as exp(x) / Σ exp(x), masked entries being 0."""
     exponent = _log(numerator)
     if exponent is None or not r.depends(numerator) or n not in ix.expr_axes(numerator):
@@ -152,7 +165,11 @@ def _divided(r: Reader, numerator: Expr, denominator: Expr, n: ix.Index, consume
     total: Reduce = denominator.value
     body = _body(r, total, n)
     if total.op != "sum" or body is None:
-        return Failure("softmax_axis", f"normalised over dims {total.dims}, not over the one contracted with the values", total.user)
+        return Failure(
+            "softmax_axis",
+            f"normalised over dims {total.dims}, not over the one contracted with the values",
+            total.user,
+        )
     if body is not numerator:
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
     return exponent, total.user
@@ -183,7 +200,11 @@ def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tupl
             continue
         body = _body(r, total, n)
         if body is None:
-            return Failure("softmax_axis", f"normalised over dims {total.dims}, not over the one contracted with the values", total.user)
+            return Failure(
+                "softmax_axis",
+                f"normalised over dims {total.dims}, not over the one contracted with the values",
+                total.user,
+            )
         if total.op == "sum":
             if (logarithm := _log(body)) is None:
                 continue
@@ -224,8 +245,8 @@ def _terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter
 
 
 def strip_row_constants(r: Reader, e: Expr, n: ix.Index) -> Expr:
-    """`e` without score-dependent terms that do not vary along `n`: softmax does not see them. What a mask fills in is at least
-    as low as -1e30 where a term is dropped beside it, and stays what it is."""
+    """`e` without score-dependent terms that do not vary along `n`: softmax does not see them. What a mask fills in
+    is at least as low as -1e30 where a term is dropped beside it, and stays what it is."""
 
     def constant(x: Expr) -> bool:
         return r.depends(x) and n not in ix.expr_axes(x)

@@ -3,8 +3,8 @@
     bias[h, bucket(n - m)]        table[h, j] = bias[h, bucket(j - (M - 1))]   computed in the graph
                              ->   t0[h, n - m + (M - 1)]                       in the kernel
 
-The graph computes it with torch's own operations, so a bucket rounds as it does in eager, and the gradient of an embedding behind it is
-autograd's.
+The graph computes it with torch's own operations, so a bucket rounds as it does in eager, and the gradient of an
+embedding behind it is autograd's.
 """
 
 from __future__ import annotations
@@ -67,16 +67,23 @@ def _shift(e: Expr, axis: Index, by: Index) -> Expr:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%": operator.mod,
-    "**": operator.pow, "&": operator.and_, "|": operator.or_, "^": operator.xor, "<=": operator.le, "<": operator.lt,
-    ">=": operator.ge, ">": operator.gt, "==": operator.eq, "!=": operator.ne, "neg": operator.neg, "~": operator.invert,
-    "where": torch.where, "nan_to_num": torch.nan_to_num}  # fmt: skip
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%":
+    operator.mod, "**": operator.pow, "&": operator.and_, "|": operator.or_, "^": operator.xor, "<=": operator.le,
+    "<": operator.lt, ">=": operator.ge, ">": operator.gt, "==": operator.eq, "!=": operator.ne, "neg": operator.neg,
+    "~": operator.invert, "where": torch.where, "nan_to_num": torch.nan_to_num}  # fmt: skip
 
 
 class Emission:
     """The algebra that writes an expression as nodes of the graph, one dim for each of `axes`."""
 
-    def __init__(self, out: Any, axes: tuple[Index, ...], held: dict[str, tuple[Node, int]], size: Callable[[Index], Any], device: torch.device):
+    def __init__(
+        self,
+        out: Any,
+        axes: tuple[Index, ...],
+        held: dict[str, tuple[Node, int]],
+        size: Callable[[Index], Any],
+        device: torch.device,
+    ):
         self.out, self.axes, self.held, self.size, self.device = out, axes, held, size, device
 
     def const(self, v: Any) -> Any:
@@ -99,7 +106,11 @@ class Emission:
             return node
         if args:
             node = self.out.call(operator.getitem, node, tuple(args))
-        return self.out.method("to", node, torch.float32) if t.dtype.is_floating_point and t.dtype != torch.float32 else node
+        return (
+            self.out.method("to", node, torch.float32)
+            if t.dtype.is_floating_point and t.dtype != torch.float32
+            else node
+        )
 
     def call(self, op: str, e: Expr, args: list[Any]) -> Any:
         if op in _FUNCTIONS:
@@ -108,7 +119,9 @@ class Emission:
         if op in casts:
             return self.out.method("to", args[0], casts[op])
         if op in ("half", "bfloat16"):
-            return self.out.method("to", self.out.method("to", args[0], getattr(torch, "float16" if op == "half" else op)), torch.float32)
+            return self.out.method(
+                "to", self.out.method("to", args[0], getattr(torch, "float16" if op == "half" else op)), torch.float32
+            )
         if op in ("minimum", "maximum") and not all(isinstance(a, Node) for a in args):
             node, number = args if isinstance(args[0], Node) else args[::-1]
             return self.out.call(torch.clamp, node, *((None, number) if op == "minimum" else (number,)))

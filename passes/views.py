@@ -61,7 +61,11 @@ def peel_steps(r: Reader, operand: Operand) -> list[Operand]:
             source, at = step(r, operand.node, args, kwargs, operand.index)
         except (Unreadable, ix.NotInteger):
             break
-        if not isinstance(source, Node) or r.versions.stale(source, operand.node) or r.versions.stale(operand.node, operand.user):
+        if (
+            not isinstance(source, Node)
+            or r.versions.stale(source, operand.node)
+            or r.versions.stale(operand.node, operand.user)
+        ):
             break
         a, b = tensor(source), tensor(operand.node)
         if a is None or b is None or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
@@ -89,6 +93,17 @@ def _t(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Vie
     return args[0], index if len(index) < 2 else (*index[:-2], index[-1], index[-2])
 
 
+@view("mT", "mH", "numpy_T", "matrix_H")
+def _transposed(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
+    # how later versions of torch spell the attributes
+    t = tensor(args[0])
+    if t is None or t.dtype.is_complex:
+        raise Unreadable
+    if operation(node) == "numpy_T":
+        return args[0], tuple(reversed(index))
+    return args[0], (*index[:-2], index[-1], index[-2])
+
+
 @view("getattr")
 def _getattr(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
     if args[1] in ("mT", "mH", "H") or (args[1] == "T" and len(index) == 2):
@@ -112,7 +127,9 @@ def _permute(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
 def _movedim(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
     rank = len(index)
     source, target = (argument(args, kwargs, k, n) for k, n in ((1, "source"), (2, "destination")))
-    source, target = ([positive_dim(d, rank) for d in (x if isinstance(x, (tuple, list)) else (x,))] for x in (source, target))
+    source, target = (
+        [positive_dim(d, rank) for d in (x if isinstance(x, (tuple, list)) else (x,))] for x in (source, target)
+    )
     order: list[Any] = [None] * rank
     for s, t in zip(source, target, strict=True):
         order[t] = s
@@ -139,7 +156,11 @@ def _unsqueeze(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices
 def _squeeze(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
     shape = _shape(args[0])
     dims = argument(args, kwargs, 1, "dim")
-    chosen = range(len(shape)) if dims is None else [positive_dim(d, len(shape)) for d in (dims if isinstance(dims, (tuple, list)) else (dims,))]
+    chosen = (
+        range(len(shape))
+        if dims is None
+        else [positive_dim(d, len(shape)) for d in (dims if isinstance(dims, (tuple, list)) else (dims,))]
+    )
     rest = iter(index)
     return args[0], tuple(ix.ZERO if k in chosen and s == 1 else next(rest) for k, s in enumerate(shape))
 
@@ -332,7 +353,11 @@ def tuple_view(r: Reader, source: Node, key: int, index: Indices) -> View:
         sources = args[0] if isinstance(args[0], (tuple, list)) else args
         if name == "broadcast_tensors":
             return sources[key], ix.broadcast(_shape(sources[key]), index)
-        order = (1, 0, *range(2, len(sources))) if kwargs.get("indexing") == "xy" and len(sources) > 1 else range(len(sources))
+        order = (
+            (1, 0, *range(2, len(sources)))
+            if kwargs.get("indexing") == "xy" and len(sources) > 1
+            else range(len(sources))
+        )
         shape = _shape(sources[key])
         return sources[key], (index[list(order).index(key)],) if shape else ()
     raise Unreadable
@@ -363,8 +388,13 @@ def _indexed(r: Reader, node: Node, source: Any, key: Any, index: Indices, plain
     if any(tensor(k).dtype in (torch.bool, torch.uint8) for k in tensors):  # type: ignore[union-attr]
         raise Unreadable
     looked_up = max((len(_shape(t)) for t in tensors), default=0)
-    # numbers select first; then the looked-up dims stand where the first index tensor stood, or in front when something separates them
-    positions = [i for i, k in enumerate(k for k in keys if not isinstance(value(k), (int, torch.SymInt))) if tensor(k) is not None]
+    # numbers select first; then the looked-up dims stand where the first index tensor stood, or in front when
+    # something separates them
+    positions = [
+        i
+        for i, k in enumerate(k for k in keys if not isinstance(value(k), (int, torch.SymInt)))
+        if tensor(k) is not None
+    ]
     together = not tensors or positions == list(range(positions[0], positions[-1] + 1))
     rest = list(index)
     at_tensors: Indices = ()
@@ -433,7 +463,9 @@ def _gather(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -
         indices, dim = argument(args, kwargs, 1, "indices"), argument(args, kwargs, 2, "dim")
     shape = _shape(args[0])
     d = positive_dim(dim, len(shape))
-    if name == "take_along_dim" and any(a != b for k, (a, b) in enumerate(zip(shape, _shape(indices), strict=True)) if k != d):
+    if name == "take_along_dim" and any(
+        a != b for k, (a, b) in enumerate(zip(shape, _shape(indices), strict=True)) if k != d
+    ):
         raise Unreadable  # broadcasts
     i = _looked_up(r, indices, index, shape[d], node, wrap=False)
     return r.read(args[0], (*index[:d], i, *index[d + 1 :]), node)
@@ -442,5 +474,3 @@ def _gather(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -
 @reads("diagonal", "as_strided", "unfold")
 def _unknown(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     raise Unreadable
-
-

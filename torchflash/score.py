@@ -1,15 +1,17 @@
-"""The score program: the small language in which recognition tells the kernels what happens between the two contractions.
+"""The score program: the small language in which recognition tells the kernels what happens between the two
+contractions.
 
     where((n <= m) & t0[b, n], 0.125 * s, -inf)
     x0 = t1[h] * float(n - m); where(n <= m, 0.125 * s + x0, -inf)
 
-Text in, `Expr` out, text back (`parse(str(e)) is e`). An `Expr` is an immutable, hash-consed DAG, so shared work is shared by
-identity. Everything that is ever done with a program is one bottom-up walk (`interpret`) under another algebra: evaluation
-by torch (`evaluate`), bounds over index intervals (`bounds`), Triton source (`torchflash.kernels.lower`). `vjp` differentiates.
+Text in, `Expr` out, text back (`parse(str(e)) is e`). An `Expr` is an immutable, hash-consed DAG, so shared work is
+shared by identity. Everything that is ever done with a program is one bottom-up walk (`interpret`) under another
+algebra: evaluation by torch (`evaluate`), bounds over index intervals (`bounds`), Triton source
+(`torchflash.kernels.lower`). `vjp` differentiates.
 
-Names: `s` raw dot product q·k (float), `p` probability (float; only in `post` programs), `b h m n` batch, head, query and key
-index (int), `z0 z1 …` sizes (int), `t0[i, j] …` captured tensors at integer indices (`t0[()]` when 0-d). Floats are float32,
-ints int64. `/` divides floats; `//` and `%` round towards minus infinity as in Python and torch.
+Names: `s` raw dot product q·k (float), `p` probability (float; only in `post` programs), `b h m n` batch, head, query
+and key index (int), `z0 z1 …` sizes (int), `t0[i, j] …` captured tensors at integer indices (`t0[()]` when 0-d).
+Floats are float32, ints int64. `/` divides floats; `//` and `%` round towards minus infinity as in Python and torch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import ast
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +33,24 @@ BINARY = {"+": 11, "-": 11, "*": 12, "/": 12, "//": 12, "%": 12, "**": 14, "&": 
 COMPARE = frozenset(("<=", "<", ">=", ">", "==", "!="))
 UNARY = {"neg": "-", "~": "~"}
 _UNARY_STRENGTH = 13
-FLOAT_FUNCTIONS = frozenset(("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf", "half", "bfloat16", "float"))
+FLOAT_FUNCTIONS = frozenset(
+    (
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "sigmoid",
+        "sqrt",
+        "rsqrt",
+        "sin",
+        "cos",
+        "erf",
+        "half",
+        "bfloat16",
+        "float",
+    )
+)
 ROUNDING = frozenset(("floor", "ceil", "trunc", "round", "sign"))
 FUNCTIONS = FLOAT_FUNCTIONS | ROUNDING | {"where", "abs", "minimum", "maximum", "int", "bool", "nan_to_num", "isnan"}
 ARITY = {"where": 3, "minimum": 2, "maximum": 2}
@@ -43,11 +62,12 @@ class ScoreError(ValueError):
 
 
 class Expr:
-    """One operation of a program. `op` is "const", "name", "load", an operator, or a function; `value` is the constant, the
-    name, or the name of the capture that is loaded. Structurally equal expressions are the same object."""
+    """One operation of a program. `op` is "const", "name", "load", an operator, or a function; `value` is the
+    constant, the name, or the name of the capture that is loaded. Structurally equal expressions are the same
+    object."""
 
     __slots__ = ("__weakref__", "args", "op", "value")
-    _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+    _interned: ClassVar[weakref.WeakValueDictionary[tuple[Any, ...], Expr]] = weakref.WeakValueDictionary()
 
     op: str
     args: tuple[Expr, ...]
@@ -119,7 +139,8 @@ def loads(*exprs: Expr) -> tuple[Expr, ...]:
 
 
 def interpret(expr: Expr, algebra: Any, memo: dict[Expr, Any] | None = None) -> Any:
-    """Bottom-up: `algebra.const(v)`, `.name(n)`, `.load(expr, indices)`, `.call(op, expr, args)`; each shared operation once."""
+    """Bottom-up: `algebra.const(v)`, `.name(n)`, `.load(expr, indices)`, `.call(op, expr, args)`; each shared
+    operation once."""
     memo = {} if memo is None else memo
     for e in topological(expr):
         if e in memo:
@@ -173,13 +194,16 @@ class _Kinds:
 
 
 def kind(expr: Expr, captures: Mapping[str, str], memo: dict[Expr, Any] | None = None) -> str:
-    """"b" bool, "i" int64 or "f" float32, given the kind of each capture by name."""
+    """ "b" bool, "i" int64 or "f" float32, given the kind of each capture by name."""
     return str(interpret(expr, _Kinds(captures), memo))
 
 
 def capture_kinds(tensors: Sequence[Tensor]) -> dict[str, str]:
     """{"t0": "f", …} from the captured tensors' dtypes."""
-    return {f"t{i}": "b" if t.dtype == torch.bool else "f" if t.dtype.is_floating_point else "i" for i, t in enumerate(tensors)}
+    return {
+        f"t{i}": "b" if t.dtype == torch.bool else "f" if t.dtype.is_floating_point else "i"
+        for i, t in enumerate(tensors)
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- text
@@ -193,7 +217,7 @@ def to_text(expr: Expr) -> str:
         for a in e.args:
             uses[a] += 1
     texts: dict[Expr, tuple[str, int]] = {}
-    lines = []
+    lines: list[str] = []
     for e in order:
         text, strength = _print(e, [texts[a] for a in e.args])
         if uses[e] > 1 and e.args:
@@ -223,11 +247,14 @@ def _print(e: Expr, args: list[tuple[str, int]]) -> tuple[str, int]:
     if e.op in UNARY:
         a, k = args[0]
         literal = e.args[0].op == "const"  # "-1" is a constant; the negation of one is "-(1)"
-        return UNARY[e.op] + (a if k >= _UNARY_STRENGTH and not literal and not a.startswith("-") else f"({a})"), _UNARY_STRENGTH
+        return UNARY[e.op] + (
+            a if k >= _UNARY_STRENGTH and not literal and not a.startswith("-") else f"({a})"
+        ), _UNARY_STRENGTH
     return f"{e.op}({', '.join(a for a, _ in args)})", 99
 
 
-_BINOPS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+_BINOPS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+ast.Pow: "**",
            ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}  # fmt: skip
 _COMPARES: dict[type, str] = {ast.LtE: "<=", ast.Lt: "<", ast.GtE: ">=", ast.Gt: ">", ast.Eq: "==", ast.NotEq: "!="}
 
@@ -242,7 +269,11 @@ def parse(text: str) -> Expr:
         raise ScoreError(f"not a score program: {text!r} ({e})") from None
     scope: dict[str, Expr] = {}
     for statement in body[:-1]:
-        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)):
+        if not (
+            isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and isinstance(statement.targets[0], ast.Name)
+        ):
             raise ScoreError(f"expected 'x0 = …;' before the value, found {ast.unparse(statement)!r}")
         scope[statement.targets[0].id] = _expr(statement.value, scope)
     if not body or not isinstance(body[-1], ast.Expr):
@@ -311,7 +342,10 @@ class _Torch:
         t = self.captures[int(e.value[1:])]
         if t.dim():
             # unselected branches of a where may point outside: clamp, the value is not used
-            index = [torch.as_tensor(a, device=t.device).long().clamp(0, max(size - 1, 0)) for a, size in zip(args, t.shape, strict=True)]
+            index = [
+                torch.as_tensor(a, device=t.device).long().clamp(0, max(size - 1, 0))
+                for a, size in zip(args, t.shape, strict=True)
+            ]
             t = t[tuple(index)] if t.numel() else t.new_zeros(torch.broadcast_shapes(*[i.shape for i in index]))
         return t.to(self.dtype) if t.dtype.is_floating_point else t.long() if t.dtype != torch.bool else t
 
@@ -359,10 +393,10 @@ class _Torch:
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "+": torch.add, "-": lambda a, b: a - b, "*": torch.mul, "/": torch.true_divide, "//": torch.floor_divide, "%": torch.remainder,
-    "**": torch.pow, "&": lambda a, b: a & b, "|": lambda a, b: a | b, "^": lambda a, b: a ^ b,
-    "<=": lambda a, b: a <= b, "<": lambda a, b: a < b, ">=": lambda a, b: a >= b, ">": lambda a, b: a > b,
-    "==": lambda a, b: a == b, "!=": lambda a, b: a != b}  # fmt: skip
+    "+": torch.add, "-": lambda a, b: a - b, "*": torch.mul, "/": torch.true_divide, "//": torch.floor_divide, "%":
+    torch.remainder, "**": torch.pow, "&": lambda a, b: a & b, "|": lambda a, b: a | b, "^": lambda a, b: a ^ b, "<=":
+    lambda a, b: a <= b, "<": lambda a, b: a < b, ">=": lambda a, b: a >= b, ">": lambda a, b: a > b, "==": lambda a,
+    b: a == b, "!=": lambda a, b: a != b}  # fmt: skip
 
 
 def evaluate(
@@ -372,8 +406,9 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     memo: dict[Expr, Any] | None = None,
 ) -> Any:
-    """The value of `expr` by torch, broadcast over the tensors in `env` (name -> Tensor or number). Floats are computed in
-    `dtype`; loads are clamped into their capture. May return a Python number when nothing in the program is a tensor."""
+    """The value of `expr` by torch, broadcast over the tensors in `env` (name -> Tensor or number). Floats are
+    computed in `dtype`; loads are clamped into their capture. May return a Python number when nothing in the program
+    is a tensor."""
     return interpret(expr, _Torch(env, captures, dtype), memo)
 
 
@@ -386,7 +421,9 @@ def is_int(e: Expr) -> bool:
         return isinstance(e.value, int) and not isinstance(e.value, bool)
     if e.op == "name":
         return e.value not in ("s", "p", "g")
-    return e.op == "int" or (e.op in ("+", "-", "*", "//", "%", "neg", "abs", "minimum", "maximum") and all(map(is_int, e.args)))
+    return e.op == "int" or (
+        e.op in ("+", "-", "*", "//", "%", "neg", "abs", "minimum", "maximum") and all(map(is_int, e.args))
+    )
 
 
 def is_float(e: Expr) -> bool:
@@ -420,7 +457,12 @@ def build(op: str, *args: Expr) -> Expr:
         if folded is not None:
             return folded
     choices = [a for a in args if a.op != "const"]
-    if op not in ("where", "&", "|") and len(choices) == 1 and choices[0].op == "where" and all(a.op == "const" for a in choices[0].args[1:]):
+    if (
+        op not in ("where", "&", "|")
+        and len(choices) == 1
+        and choices[0].op == "where"
+        and all(a.op == "const" for a in choices[0].args[1:])
+    ):
         c, *branches = choices[0].args
         return build("where", c, *(build(op, *(branch if a is choices[0] else a for a in args)) for branch in branches))
     match op:
@@ -464,13 +506,23 @@ def build(op: str, *args: Expr) -> Expr:
         case "+":
             a, b = args
             for x, y in ((a, b), (b, a)):
-                if x.op == "const" and x.value == 0 and not isinstance(x.value, bool) and (is_float(y) or (is_int(x) and is_int(y))):
+                if (
+                    x.op == "const"
+                    and x.value == 0
+                    and not isinstance(x.value, bool)
+                    and (is_float(y) or (is_int(x) and is_int(y)))
+                ):
                     return y
             if b.op == "neg":
                 return build("-", a, b.args[0])
         case "-":
             a, b = args
-            if b.op == "const" and b.value == 0 and not isinstance(b.value, bool) and (is_float(a) or (is_int(b) and is_int(a))):
+            if (
+                b.op == "const"
+                and b.value == 0
+                and not isinstance(b.value, bool)
+                and (is_float(a) or (is_int(b) and is_int(a)))
+            ):
                 return a
         case "*":
             a, b = args
@@ -486,7 +538,13 @@ def build(op: str, *args: Expr) -> Expr:
             return call("*", a, b)
         case "/":
             a, b = args
-            if b.op == "const" and not isinstance(b.value, bool) and b.value and math.isfinite(1.0 / b.value) and is_float(a):
+            if (
+                b.op == "const"
+                and not isinstance(b.value, bool)
+                and b.value
+                and math.isfinite(1.0 / b.value)
+                and is_float(a)
+            ):
                 return build("*", const(1.0 / b.value), a)
         case "neg":
             (a,) = args
@@ -529,9 +587,10 @@ def _fold(op: str, args: Sequence[Expr]) -> Expr | None:
 def vjp(expr: Expr, captures: Mapping[str, str], cotangent: Expr | None = None) -> dict[Expr, Expr]:
     """Reverse-mode derivative of `expr`, a float program, for the upstream gradient `g` (or `cotangent`).
 
-    `captures` gives the kind of each capture. Returns {name `s`, name `p`, each float load: its gradient}, for those the value
-    depends on. A where in the program stays a where in the gradient, so what was not selected contributes exactly 0, even
-    where it is inf or NaN. Ties in minimum and maximum share the gradient and clamps are spelled by where, as torch does.
+    `captures` gives the kind of each capture. Returns {name `s`, name `p`, each float load: its gradient}, for those
+    the value depends on. A where in the program stays a where in the gradient, so what was not selected contributes
+    exactly 0, even where it is inf or NaN. Ties in minimum and maximum share the gradient and clamps are spelled by
+    where, as torch does.
     """
     order = topological(expr)
     memo: dict[Expr, Any] = {}
@@ -575,7 +634,12 @@ def _pullback(e: Expr, g: Expr) -> tuple[Expr | None, ...]:
             dx = build("*", build("*", g, y), build("**", x, build("-", y, c(1))))
             # torch: x ** 0 has gradient 0 everywhere; the gradient for the exponent is 0 where x == 0 and y >= 0
             dx = build("where", build("==", y, c(0)), ZERO, dx)
-            dy = build("where", build("&", build("==", x, c(0)), build(">=", y, c(0))), ZERO, build("*", g, build("*", e, build("log", x))))
+            dy = build(
+                "where",
+                build("&", build("==", x, c(0)), build(">=", y, c(0))),
+                ZERO,
+                build("*", g, build("*", e, build("log", x))),
+            )
             return dx, dy
         case "neg":
             return (build("neg", g),)
@@ -642,7 +706,8 @@ class Integers:
 
 
 def bounds(expr: Expr, env: Mapping[str, tuple[Any, Any]], algebra: Any = Integers) -> tuple[Any, Any]:
-    """(some element may be True, every element is True) of a boolean program when each name lies in its inclusive interval.
+    """(some element may be True, every element is True) of a boolean program when each name lies in its inclusive
+    interval.
 
     Sound for every program: what cannot be bounded (loads, floats) is "may be, need not be". `algebra` supplies the
     arithmetic on interval ends, `Integers` for Python.
