@@ -133,7 +133,7 @@ def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -
     if name == "div" and len(args) > 1:
         # (exp(x) @ v) / Σ exp(x)
         inner = args[0]
-        while isinstance(inner, Node) and (operation(inner) in CASTS or operation(inner) in VIEWS):
+        while isinstance(inner, Node) and operation(inner) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
             inner = r.arguments(inner)[0][0]
         if isinstance(inner, Node) and operation(inner) in CONTRACTIONS:
             return _second_contraction(r, inner, probabilities)
