@@ -164,7 +164,10 @@ def _block(
         )
     if not proper:
         return Failure("no_scores", "what is normalised is not a contraction of queries with keys", weights.softmax)
-    main = proper[0]
+    # a contraction of masks, or of one element, may look like one of queries and keys
+    main = max(
+        proper, key=lambda x: (any(_needs_gradient(o) for o in sides[x]), len(products[x].summed), _extent(products[x]))
+    )
     q, k = sides[main]
     # another contraction is a bias the graph computes, unless it multiplies the queries or the keys again
     bases = {peel_steps(r, o)[-1].node for o in (q, k)}
@@ -207,6 +210,15 @@ def _block(
         weights.post,
         weights.dropout_p,
     )
+
+
+def _needs_gradient(o: Operand) -> bool:
+    t = tensor(o.node)
+    return t is not None and t.requires_grad
+
+
+def _extent(c: Contraction) -> bool:
+    return any(ix.axis_size(d) != 1 for d in c.summed)
 
 
 def _unknown_operation(r: Reader, scores: Expr) -> Node | None:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.contraction import einsum_permutation
+from torchflash.passes.contraction import contraction, einsum_permutation
 from torchflash.passes.graph import argument, operation, several, tensor, value
 from torchflash.passes.reader import (
     HALVES,
@@ -550,6 +550,8 @@ def _dot(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
             pass
         else:
             return r.read(source, at, node)
+        if (both := contraction(r, Dot(node, index), "d")) is not None and not both.summed:
+            return build("*", *(r.operand_at(o, node) for o in (both.lhs, both.rhs)))
     return Expr("dot", (), Dot(node, index))
 
 

@@ -201,6 +201,12 @@ class Reader:
             e, t.dtype if t is not None else type(value(x)), torch.float32 if as_float else torch.int64, keep_float=True
         )
 
+    def operand_at(self, o: Any, node: Node) -> Expr:
+        """An operand of the floating-point `node` at an index of its own (a `passes.contraction.Operand`)."""
+        t = tensor(o.node)
+        assert t is not None
+        return self.cast(self.read(o.node, o.index, node), t.dtype, torch.float32, keep_float=True)
+
     def cast(self, e: Expr, source: Any, target: torch.dtype, keep_float: bool = False) -> Expr:
         """`e` of dtype (or Python type) `source` converted to `target`. Rounding to a half type is kept, except where
         the value depends on the scores: those stay in float32, which is more accurate than what eager does."""
@@ -226,9 +232,17 @@ class Reader:
             return e
         if boolean:
             return build("where", e, score.const(1), score.const(0))
-        if target in SMALL_INTS and source != target:
-            raise Unreadable
-        return build("int", e) if floating else e
+        e = build("int", e) if floating else e
+        if target in SMALL_INTS and source != target and not _small(e):
+            raise Unreadable  # may wrap around
+        return e
+
+
+def _small(e: Expr) -> bool:
+    """Fits any integer type: a number from 0 to 127, or a choice of such."""
+    if e.op == "where":
+        return all(map(_small, e.args[1:]))
+    return e.op == "const" and 0 <= e.value <= 127
 
 
 def gradient_cuts(graph: Graph) -> frozenset[Node]:

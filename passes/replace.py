@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,11 +33,20 @@ from torchflash.passes.softmax import Failure
 from torchflash.passes.table import Emission, Table
 
 
-class Emitter:
-    """Adds nodes before `at`, each with the fake value it has; `undo` takes them all away again."""
+@dataclass
+class Emitted:
+    """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables."""
 
-    def __init__(self, graph: Graph, at: Node) -> None:
-        self.graph, self.at = graph, at
+    results: dict[Node, Node] = field(default_factory=dict)
+    tables: dict[Table, Node] = field(default_factory=dict)
+
+
+class Emitter:
+    """Adds nodes before `at`, each with the fake value it has; `undo` takes them all away again. A root that has been
+    replaced already stands for what replaced it."""
+
+    def __init__(self, graph: Graph, at: Node, emitted: Emitted) -> None:
+        self.graph, self.at, self.emitted = graph, at, emitted
         self.nodes: list[Node] = []
         result = tensor(at)
         assert result is not None
@@ -50,6 +60,7 @@ class Emitter:
         return self._emit("call_method", name, args, {}, getattr(torch.Tensor, name))
 
     def _emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], f: Callable[..., Any]) -> Node:
+        args = map_arg(args, lambda n: self.emitted.results.get(n, n))
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node(op, target, args, kwargs)
         self.nodes.append(node)
@@ -68,22 +79,18 @@ class Emitter:
 
 
 def replace(
-    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]
-) -> tuple[Node, Node] | Failure:
-    """Emits the operator before the root of `block`, and the views around it; returns its node and the node that has
-    the root's value. The root itself stays until the caller redirects its users. `tables` are those earlier blocks
-    have emitted."""
-    out = Emitter(graph, block.root)
-    known = dict(tables)
+    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, emitted: Emitted
+) -> Node | Failure:
+    """Emits the operator before the root of `block`, and the views around it; returns the operator's node and notes in
+    `emitted` which node has the root's value. The root itself stays until the caller redirects its users."""
+    out = Emitter(graph, block.root, emitted)
+    tables = dict(emitted.tables)
     try:
-        operator_, node = _emit(out, r, block, programs, layout, known)
+        call, node = _emit(out, r, block, programs, layout, tables)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
-        return Failure(
-            "mismatch",
-            f"the replacement could not be built: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}",
-            block.root,
-        )
+        reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        return Failure("mismatch", f"the replacement could not be built: {reason}", block.root)
     expected, got = tensor(block.root), tensor(node)
     assert expected is not None and got is not None
     for what, a, b in (
@@ -94,8 +101,9 @@ def replace(
         if not _same(a, b):
             out.undo()
             return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", block.root)
-    tables.update(known)
-    return operator_, node
+    emitted.tables = tables
+    emitted.results[block.root] = node
+    return call
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -105,7 +113,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _emit(
-    out: Emitter, r: Reader, block: Attention, programs: Programs, layout: str, tables: dict[Table, Node]
+    out: Emitter,
+    r: Reader,
+    block: Attention,
+    programs: Programs,
+    layout: str,
+    tables: dict[Table, Node],
 ) -> tuple[Node, Node]:
     roles = block.roles
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)

@@ -20,9 +20,8 @@ from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader
-from torchflash.passes.replace import choose_layout, replace
+from torchflash.passes.replace import Emitted, choose_layout, replace
 from torchflash.passes.softmax import Failure
-from torchflash.passes.table import Table
 from torchflash.passes.views import VIEWS
 from torchflash.report import Rewritten, Skipped, bytes_of_scores, dims, locate
 
@@ -207,29 +206,26 @@ def _apply(
             failures[c.block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
     order = r.versions.order
     records: list[tuple[int, Rewritten | Skipped]] = []
-    done: set[Node] = set()
-    tables: dict[Table, Node] = {}
+    emitted = Emitted()
+    rewritten: list[_Candidate] = []
     for c in candidates:
-        replaced = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), tables)
-        if isinstance(replaced, Failure):
-            failures[c.block.softmax] = replaced
+        call = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), emitted)
+        if isinstance(call, Failure):
+            failures[c.block.softmax] = call
             continue
-        operator_, node = replaced
-        c.block.root.replace_all_uses_with(node)
-        done |= c.chain | {c.block.softmax}
-        records.append((order[c.block.root], _rewritten(c, operator_)))
-    _erase_dead(r, gm, {c.block.root for c in candidates if c.block.softmax not in failures})
+        rewritten.append(c)
+        records.append((order[c.block.root], _rewritten(c, call)))
+    dead = _dead(r, {c.block.root for c in rewritten}, _alive(r, gm, rewritten))
+    for c in rewritten:
+        c.block.root.replace_all_uses_with(emitted.results[c.block.root])
+    for n in reversed(r.versions.nodes):
+        if n in dead and not n.users:
+            gm.graph.erase_node(n)
+    done = {n for c in rewritten for n in (*c.chain, c.block.softmax)}
+    unknown = Failure("no_values", "the result is not contracted with values")
     for node in order:
-        if (node in failures and node not in done) or (operation(node) in ANCHORS and node not in done):
-            records.append(
-                (
-                    order[node],
-                    _skip(
-                        node,
-                        failures.get(node) or Failure("no_values", "the result is not contracted with values", node),
-                    ),
-                )
-            )
+        if node not in done and (node in failures or operation(node) in ANCHORS):
+            records.append((order[node], _skip(node, failures.get(node, unknown))))
     if candidates:
         gm.graph.lint()
         gm.recompile()
@@ -275,21 +271,18 @@ def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:
     return sorted(users, key=r.versions.order.__getitem__)
 
 
-def _erase_dead(r: Reader, gm: GraphModule, roots: set[Node]) -> None:
-    """Removes the rewritten blocks, and what only they used."""
-    pending = set(roots)
-    for node in reversed(list(gm.graph.nodes)):
-        if (
-            node in pending
-            and not node.users
-            and node in r.versions.order
-            and not (_effects(r, node) or node.op in ("placeholder", "output"))
-        ):
-            pending |= set(node.all_input_nodes)
-            gm.graph.erase_node(node)
-
-
-# ------------------------------------------------------------------------------------------------------------ records
+def _dead(r: Reader, roots: set[Node], alive: set[Node]) -> set[Node]:
+    """The rewritten blocks and what only they needed, in-place writes to their own tensors too."""
+    dead: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        n = stack.pop()
+        if n not in dead and (n in roots or n not in alive) and n.op not in ("placeholder", "output"):
+            dead.add(n)
+            args, kwargs = r.arguments(n)
+            stack += [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Node)]
+            stack += n.all_input_nodes + [u for u in n.users if u in r.versions.harmless]
+    return dead
 
 
 def _rewritten(c: _Candidate, operator_: Node) -> Rewritten:
