@@ -8,6 +8,7 @@ from typing import NamedTuple
 # each computing the scores again. By the operands' itemsize: float32 as three tf32 products needs registers.
 STREAM_ABOVE = {2: 256, 4: 64}
 STREAM_CHUNK, STREAM_SLICE = 64, 128
+STREAM_TILES = {2: 256, 4: 128}  # the head dimension whose tiles suit a streaming kernel
 
 
 class Tile(NamedTuple):

@@ -75,7 +75,7 @@ class Operands:
         self.D, self.DV = p.q.shape[-1], p.v.shape[-1]
         self.itemsize = max(p.q.dtype.itemsize, p.v.dtype.itemsize)
         self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE[self.itemsize]
-        self.held = configs.STREAM_SLICE if self.stream else max(self.D, self.DV)
+        self.held = configs.STREAM_TILES[self.itemsize] if self.stream else max(self.D, self.DV)
         self.common["KEEP"] = lower.keep_function(self.program, MAX_SIZES)
         self.common["SCORE"] = lower.value_function(self.program, "score", self.ranks)
         self.post = lower.value_function(self.program, "post", self.ranks) if self.program.post is not None else None

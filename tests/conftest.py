@@ -1,5 +1,5 @@
-"""Shared by all tests: GPU tests are skipped where there is no GPU; `poisoned` makes uninitialised memory NaN; Triton's
-interpreter is repaired where this process interprets kernels (TRITON_INTERPRET=1)."""
+"""Shared by all tests: GPU tests are skipped where there is no GPU, slow ones unless asked for by -m slow; `poisoned`
+makes uninitialised memory NaN; Triton's interpreter is repaired where it runs (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.repair()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in (config.option.markexpr or ""):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -26,7 +26,7 @@ problem = reference.Problem(*x, [], [], read, 0.0, None)
 found = offline.compile_launches(problem, [], 90)
 for name in found:
     for r in found[name]:
-        print(name, r.spills, "0.25" if "2.500000e-01" in r.source else "0.75" if "7.500000e-01" in r.source else
+        print(name, "0.25" if "2.500000e-01" in r.source else "0.75" if "7.500000e-01" in r.source else
         "neither")
 """
 
