@@ -354,6 +354,24 @@ def compare(op: str, a: Expr, b: Expr) -> Expr | None:
     return score.call(op, to_expr(x), to_expr(y))
 
 
+def replace_axis(e: Expr, axis: Index, by: Index) -> Expr:
+    """`e` with `axis` replaced by the index `by`."""
+    memo: dict[Expr, Expr] = {}
+    for x in score.topological(e):
+        i = from_expr(x) if x.op != "load" else None
+        if i is not None:
+            memo[x] = to_expr(sympy.expand(i.subs(axis, by))) if axis in i.free_symbols else x
+            continue
+        args = [memo[a] for a in x.args]
+        if x.op == "load":
+            memo[x] = score.load(x.value, args)
+        elif x.op in score.COMPARE:
+            memo[x] = compare(x.op, *args) or score.build(x.op, *args)
+        else:
+            memo[x] = score.build(x.op, *args) if args else x
+    return memo[e]
+
+
 def symbol(text: str) -> Index | None:
     """The axis or size symbol of a name."""
     return _NAMES.get(text)

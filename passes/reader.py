@@ -118,7 +118,7 @@ class Reader:
             return self._memo[key]
         e = self._read(x, index)
         self._memo[key] = e
-        if e.args and not self.depends(e):
+        if e.args and not self.depends(e) and not batched(x):
             self.origin.setdefault(e, []).append(key)
         return e
 
@@ -141,6 +141,8 @@ class Reader:
 
     def load(self, x: Node, index: Indices, since: int | None = None) -> Expr:
         """The tensor itself, at an index; `since` when it has been written before it was read there."""
+        if batched(x):
+            raise Unreadable  # has an axis that only exists inside vmap
         text = x.name if since is None else f"{x.name}@{since}"
         self.held[text] = x, self.versions.order[x] if since is None else since
         return score.load(f"%{text}", [ix.to_expr(i) for i in index])
@@ -236,6 +238,12 @@ class Reader:
         if target in SMALL_INTS and source != target and not _small(e):
             raise Unreadable  # may wrap around
         return e
+
+
+def batched(x: Node) -> bool:
+    """Whether a node's tensor is one lane of torch.func.vmap."""
+    t = tensor(x)
+    return t is not None and torch._C._functorch.is_batchedtensor(t)
 
 
 def _small(e: Expr) -> bool:

@@ -19,7 +19,7 @@ from torchflash.passes.attention import CASTS, Attention, prove
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.program import Programs, programs
-from torchflash.passes.reader import HANDLERS, Reader
+from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
 from torchflash.passes.softmax import Failure
 from torchflash.passes.views import VIEWS
@@ -107,7 +107,7 @@ def _candidates(
 
 
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
-    if torch._C._functorch.is_batchedtensor(tensor(root)):  # type: ignore[arg-type]
+    if batched(root):
         return Failure("layout", "inside torch.func.vmap, whose tensors hide an axis", root)
     block = prove(r, root, probabilities)
     if not isinstance(block, Attention):

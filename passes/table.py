@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.index import Index
-from torchflash.score import Expr, build
+from torchflash.score import Expr
 
 
 @dataclass(frozen=True)
@@ -40,30 +39,12 @@ def tabulate(e: Expr, queries: Index, keys: Index) -> Table | None:
     """The table of `e`, or None when it depends on more than the distance between `queries` and `keys`."""
     shift = ix.axis_size(queries) - 1
     distance = ix.axis("j", ix.sympy.expand(ix.axis_size(keys) + shift))
-    moved = _shift(e, keys, ix.sympy.expand(queries + distance - shift))
+    moved = ix.replace_axis(e, keys, ix.sympy.expand(queries + distance - shift))
     axes = ix.expr_axes(moved)
     if queries in axes or keys in axes or distance not in axes:
         return None
     others = sorted(axes - {distance}, key=str)
     return Table(moved, (*others, distance))
-
-
-def _shift(e: Expr, axis: Index, by: Index) -> Expr:
-    """`e` with `axis` replaced by the index `by`."""
-    memo: dict[Expr, Expr] = {}
-    for x in score.topological(e):
-        i = ix.from_expr(x) if x.op != "load" else None
-        if i is not None:
-            memo[x] = ix.to_expr(ix.sympy.expand(i.subs(axis, by))) if axis in i.free_symbols else x
-            continue
-        args = [memo[a] for a in x.args]
-        if x.op == "load":
-            memo[x] = score.load(x.value, args)
-        elif x.op in score.COMPARE:
-            memo[x] = ix.compare(x.op, *args) or build(x.op, *args)
-        else:
-            memo[x] = build(x.op, *args) if args else x
-    return memo[e]
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

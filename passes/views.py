@@ -194,6 +194,30 @@ def _repeat_interleave(r: Reader, node: Node, args: Args, kwargs: Kwargs, index:
 VIEWS["einsum"] = lambda r, node, args, kwargs, index: einsum_permutation(args, index)
 
 
+# ------------------------------------------------------------------------------------------------------- lanes of vmap
+
+
+@reads("_add_batch_dim")
+def _add_batch_dim(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    source, dim, level = args
+    d = positive_dim(dim, len(index) + 1)
+    return r.read(source, (*index[:d], _lane(level, _shape(source)[d]), *index[d:]), node)
+
+
+@reads("_remove_batch_dim")
+def _remove_batch_dim(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    source, level, size, dim = args
+    d = positive_dim(dim, len(index))
+    inside = r.read(source, (*index[:d], *index[d + 1 :]), node)
+    if r.depends(inside):
+        raise Unreadable
+    return ix.replace_axis(inside, _lane(level, _size(size)), index[d])
+
+
+def _lane(level: int, size: ix.Index) -> ix.Index:
+    return ix.axis(f"lane{level}", size)
+
+
 # ---------------------------------------------------------------------------------------------------- parts and joints
 
 
@@ -322,6 +346,12 @@ def _getitem(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
         return _item_of_tuple(r, node, source, key, index)
     found = _indexed(r, node, source, key, index)
     return r.read(source, found, node)
+
+
+@reads("index")
+def _index(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    key = tuple(slice(None) if k is None else k for k in args[1])
+    return r.read(args[0], _indexed(r, node, args[0], key, index), node)
 
 
 def _item_of_tuple(r: Reader, node: Node, source: Any, key: Any, index: Indices) -> Expr:

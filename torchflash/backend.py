@@ -45,13 +45,16 @@ class Backend:
     ) -> Any:
         ours, patches = parse(mode, options)
         report = rewrite_and_report(gm, ours, graph=self.report.graphs)
+        check_strict(report, ours)
+        if ours.inner == "inductor":
+            compiled = compile_by_inductor(gm, example_inputs, ours, patches)
+        else:
+            compiled = torch._dynamo.lookup_backend(ours.inner)(gm, list(example_inputs))
+        # Counted once the graph is compiled: torch starts over with another graph when a float cannot stay symbolic.
         self.report += report
         for key, count in report.counts().items():
             counters["torchflash"][key] += count
-        check_strict(report, ours)
-        if ours.inner == "inductor":
-            return compile_by_inductor(gm, example_inputs, ours, patches)
-        return torch._dynamo.lookup_backend(ours.inner)(gm, list(example_inputs))
+        return compiled
 
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""
