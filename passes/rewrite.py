@@ -195,7 +195,7 @@ def _apply(
     r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure]
 ) -> list[Rewritten | Skipped]:
     while True:
-        alive = _alive(r, gm, candidates)
+        alive = _alive(r, candidates)
         needed = [(c, users) for c in candidates if (users := _outside_users(r, c, alive))]
         if not needed:
             break
@@ -215,7 +215,7 @@ def _apply(
             continue
         rewritten.append(c)
         records.append((order[c.block.root], _rewritten(c, call)))
-    dead = _dead(r, {c.block.root for c in rewritten}, _alive(r, gm, rewritten))
+    dead = _dead(r, {c.block.root for c in rewritten}, _alive(r, rewritten))
     for c in rewritten:
         c.block.root.replace_all_uses_with(emitted.results[c.block.root])
     for n in reversed(r.versions.nodes):
@@ -232,13 +232,13 @@ def _apply(
     return [x for _, x in sorted(records, key=lambda x: x[0])]
 
 
-def _alive(r: Reader, gm: GraphModule, candidates: list[_Candidate]) -> set[Node]:
+def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
     """The nodes that are still needed once every candidate is rewritten."""
     inputs = {
         c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *(n for n, _ in c.programs.reads)]
         for c in candidates
     }
-    stack = [n for n in gm.graph.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
+    stack = [n for n in r.versions.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
     alive: set[Node] = set()
     while stack:
         n = stack.pop()
