@@ -184,11 +184,17 @@ def attention_backward_q(
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d, dq_b, dq_h, dq_m, dq_d,
     H, GROUP_K, GROUP_V, M, N, plane, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, fill, threshold, keep_scale,
     SCORE: tl.constexpr, SCORE_GRADIENT: tl.constexpr, POST_GRADIENT: tl.constexpr, KEEP: tl.constexpr,
+    ONLY_DELTA: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of query rows. Gradients of captured tensors that need a scatter are added to G on the way."""
+    """dQ of one block of query rows. Gradients of captured tensors that need a scatter are added to G on the way.
+
+    ONLY_DELTA: instead, delta as Σ_n p dp from these very p and dp. Then Σ_n dx is 0 to rounding, as in eager
+    attention; with delta from the rounded output it is off by one error in a whole row, which adds up in the gradient
+    of a captured scalar.
+    """
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(M, BLOCK_M) * SLICES
     bh = tl.program_id(0) // blocks
@@ -211,6 +217,7 @@ def attention_backward_q(
     delta = tl.load(DELTA + row, mask=m < M, other=0.0)
     if DROPOUT:
         seed = tl.load(SEED)
+    total = tl.zeros([BLOCK_M], tl.float32)
     dq = zero_chunks(BLOCK_M, CHUNKS)
 
     lo, hi = kept_keys(KEEP, b, h, m0, M, N, Z, BLOCK_M, BLOCK_N)
@@ -237,9 +244,15 @@ def attention_backward_q(
         adds = valid & (block % SLICES == 0)  # the gradients of captures are added once
         if POST_GRADIENT is not None:
             dp = POST_GRADIENT(dp, p, b, h, m[:, None], n[None, :], T, S, Z, adds, G, GS)
-        dx = p * (dp - delta[:, None])
-        ds = tl.where(valid, SCORE_GRADIENT(dx, s, b, h, m[:, None], n[None, :], T, S, Z, adds, G, GS), 0.0)
-        dq = accumulate(dq, ds.to(K.dtype.element_ty), k, PRECISION)
+        if ONLY_DELTA:
+            total += tl.sum(tl.where(valid, p * dp, 0.0), 1)
+        else:
+            dx = p * (dp - delta[:, None])
+            ds = tl.where(valid, SCORE_GRADIENT(dx, s, b, h, m[:, None], n[None, :], T, S, Z, adds, G, GS), 0.0)
+            dq = accumulate(dq, ds.to(K.dtype.element_ty), k, PRECISION)
 
-    dq_at = DQ + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
-    store_chunks(dq_at, m, M, dq_m, dq_d, dq, (block % SLICES) * CHUNKS[0], D, CHUNKS)
+    if ONLY_DELTA:
+        tl.store(DELTA + row, total, mask=(m < M) & (block % SLICES == 0))
+    else:
+        dq_at = DQ + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
+        store_chunks(dq_at, m, M, dq_m, dq_d, dq, (block % SLICES) * CHUNKS[0], D, CHUNKS)

@@ -25,7 +25,7 @@ from torchflash.kernels import configs, lower, philox
 from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forward import attention_forward
 from torchflash.kernels.program import Program, plain_axes
-from torchflash.kernels.reference import Problem
+from torchflash.kernels.reference import Problem, exact_delta
 from torchflash.score import Expr
 
 log = logging.getLogger("torchflash")
@@ -183,6 +183,8 @@ def backward(
             BLOCK_D=min(128, max(16, triton.next_power_of_2(o.DV))), **extra_options(),
         )  # fmt: skip
         saved = {"DO": do, "LSE": lse, "DELTA": delta}
+        if exact_delta(p, need) and not _backward_q(o, saved, dq, (), (), only_delta=True):
+            return None
         if not _backward_kv(o, saved, needy, dk, dv):
             return None
         plans = [CapturePlan(o, i) if n else None for i, n in enumerate(need)]
@@ -285,7 +287,12 @@ def _backward_kv(o: Operands, saved: dict[str, Any], needy: Tensor, dk: Tensor, 
 
 
 def _backward_q(
-    o: Operands, saved: dict[str, Any], dq: Tensor, scattered: tuple[int, ...], buffers: Sequence[Tensor | None]
+    o: Operands,
+    saved: dict[str, Any],
+    dq: Tensor,
+    scattered: tuple[int, ...],
+    buffers: Sequence[Tensor | None],
+    only_delta: bool = False,
 ) -> bool:
     p = o.problem
     dims = o.dims(o.D)
@@ -301,7 +308,8 @@ def _backward_q(
     return run(
         bwd.attention_backward_q, "backward_q", o, grid, Q=p.q, K=p.k, V=p.v, **saved, DQ=dq, G=G, GS=GS,
         fill=p.program.fill,
-        SCORE_GRADIENT=o.gradient("score", scattered), POST_GRADIENT=o.gradient("post", scattered),
+        SCORE_GRADIENT=None if only_delta else o.gradient("score", scattered),
+        POST_GRADIENT=o.gradient("post", scattered), ONLY_DELTA=only_delta,
         **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"], dq=dq), **o.common, **dims,
     )  # fmt: skip
 

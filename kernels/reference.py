@@ -226,22 +226,17 @@ def backward(
         row_max, row_sum = (lse[i, rows.b, rows.h, rows.m][..., None] for i in (0, 1))
         dq_rows = torch.zeros_like(rows.q)
         kept, rest = rows.keys()
-        for n in kept + (rest if rest and rows.needs_rest(row_max) else []):
+        tiles = kept + (rest if rest and rows.needs_rest(row_max) else [])
+        if exact_delta(problem, need):
+            delta = torch.zeros_like(delta)
+            for n in tiles:
+                p, _, _, dp = _weights(Tile(rows, n), do_rows, row_max, row_sum)
+                delta += (p * dp).sum(-1, keepdim=True)
+        for n in tiles:
             tile = Tile(rows, n)
-            p = (tile.x - row_max).exp_() / row_sum
-            dropped = tile.dropout_scale()
-            w, dw = tile.post(p), times(do_rows, tile.v.mT)
-            if dropped is not None:
-                w, dw = w * dropped, dw * dropped
+            p, w, dw, dp = _weights(tile, do_rows, row_max, row_sum)
             dv32[rows.b, rows.h_v, n] += times_transposed(rounded(w, v_dtype), do_rows, tile.v.shape[1])
             post_names = {"p": p, "g": dw}
-            dp = (
-                dw
-                if program.post is None
-                else tile.evaluate(program.post_vjp[P], post_names)
-                if P in program.post_vjp
-                else torch.zeros_like(p)
-            )
             score_names = {"s": tile.s, "g": p * (dp - delta)}
             memo = dict(tile.memo)
             if S in program.score_vjp:
@@ -256,6 +251,27 @@ def backward(
     dk.copy_(dk32)
     dv.copy_(dv32)
     return [g.result() for g in gradients if g is not None]
+
+
+def exact_delta(problem: Problem, need: Sequence[bool]) -> bool:
+    """Whether delta must be Σ_n p dp of the very p and dp that are used, not Σ_d do · out: then Σ_n dx is 0 to
+    rounding, as in eager attention, instead of off by one error in a whole row, which adds up in the gradient of a
+    captured scalar. Costs another pass; in half precision the rounding of the operands hides it."""
+    return any(need) and problem.v.dtype == torch.float32
+
+
+def _weights(tile: Tile, do_rows: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(p, w, dw, dp) of a tile: probabilities, what multiplies the values, and their gradients."""
+    program = tile.rows.problem.program
+    p = (tile.x - row_max).exp_() / row_sum
+    dropped = tile.dropout_scale()
+    w, dw = tile.post(p), times(do_rows, tile.v.mT)
+    if dropped is not None:
+        w, dw = w * dropped, dw * dropped
+    if program.post is None:
+        return p, w, dw, dw
+    dp = tile.evaluate(program.post_vjp[P], {"p": p, "g": dw}) if P in program.post_vjp else torch.zeros_like(p)
+    return p, w, dw, dp
 
 
 class CaptureGradient:

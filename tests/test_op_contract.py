@@ -3,6 +3,10 @@ refuses, memory."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from attention_cases import CASES, F16, F32, build
@@ -10,6 +14,7 @@ from oracle import INF, Inputs, run_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OP = torch.ops.torchflash.attention
 BACKWARD = torch.ops.torchflash.attention_backward
 BY_NAME = {c.name: c for c in CASES}
@@ -212,6 +217,21 @@ def test_a_gradient_as_large_as_the_scores_is_the_only_tensor_of_its_size():
     with Count() as seen:
         out.backward(torch.ones_like(out))
     assert seen.found == 0 and bias.grad.dtype == torch.float16
+
+
+def test_without_triton():
+    """Importing and running the op on CPU needs no triton."""
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch, torchflash.kernels
+q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+out, _ = torch.ops.torchflash.attention(q, k, v, [], [], "0.5 * s", "", 0.0, "p", 0.0, None, "bhmd")
+out.sum().backward()
+torch.testing.assert_close(out, (0.5 * (q @ k.mT)).softmax(-1) @ v)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_same_call_gives_the_same_bits():
