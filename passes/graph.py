@@ -61,10 +61,16 @@ _SPELLINGS = {
 _OPERATORS = {name: canonical for canonical, names in _SPELLINGS.items() for name in names.split()}
 
 
+_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv iand ior ixor ipow imod imatmul".split())
+
+
 def value(x: Any) -> Any:
-    """What a node stands for in the trace (a fake tensor, a SymInt, a number …); anything else is its own value."""
+    """What a node stands for in the trace (a fake tensor, a SymInt, a number …); anything else is its own value. An
+    item assignment stands for the tensor it has written."""
     if not isinstance(x, Node):
         return x
+    if x.target is operator.setitem:
+        return value(x.args[0])
     return x.meta.get("example_value", x.meta.get("val"))
 
 
@@ -94,19 +100,7 @@ def in_place_target(node: Node) -> Any:
     """The argument a call writes to, or None."""
     if node.op == "call_function":
         text = getattr(node.target, "__name__", "")
-        if node.target is operator.setitem or text in (
-            "iadd",
-            "isub",
-            "imul",
-            "itruediv",
-            "ifloordiv",
-            "iand",
-            "ior",
-            "ixor",
-            "ipow",
-            "imod",
-            "imatmul",
-        ):
+        if node.target is operator.setitem or text in _IN_PLACE:
             return node.args[0]
         if isinstance(node.target, torch._ops.OpOverload):
             for a, argument in zip(node.args, node.target._schema.arguments, strict=False):
@@ -116,11 +110,7 @@ def in_place_target(node: Node) -> Any:
             return node.args[0] if node.args else None
     elif node.op == "call_method":
         text = str(node.target)
-        if (
-            text == "__setitem__"
-            or (text.endswith("_") and not text.endswith("__"))
-            or text in ("__iadd__", "__isub__", "__imul__", "__itruediv__")
-        ):
+        if text == "__setitem__" or (text.endswith("_") and not text.endswith("__")) or text.strip("_") in _IN_PLACE:
             return node.args[0]
     out = node.kwargs.get("out")
     if out is None and node.kwargs.get("inplace") is True:

@@ -4,14 +4,13 @@
     s.masked_fill_(mask, -inf)  ->  s'   = masked_fill(s, mask, -inf)
     softmax(s)                      softmax(s')
 
-A write to a whole tensor renames it for everything that follows. A write to part of one, or through an alias of
-another shape, leaves the other names *stale* from there on: their definition no longer says what they hold. A stale
-tensor can still be loaded (the graph computes it), never read through. The graph itself is not changed.
+A write through a name of the whole tensor, be it to a part, renames it for everything that follows. One through an
+alias of another shape leaves the other names *stale* from there on: their definition no longer says what they hold. A
+stale tensor can still be loaded (the graph computes it), never read through. The graph itself is not changed.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Versions:
             written = in_place_target(node)
             if isinstance(written, Node) and (key := storage(written)) is not None:
                 self.writes.setdefault(key, []).append(self.order[node])
-                whole = node.target is not operator.setitem and _covers(node, written)
+                whole = _covers(node, written)
                 external = any(o.op in ("placeholder", "get_attr") for o in members.get(key, ()))
                 for other in members.get(key, ()):
                     if whole and not external and _geometry(other) == _geometry(node):

@@ -14,6 +14,7 @@ Operations are in `passes.pointwise` and `passes.views`, one small handler each.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -143,6 +144,8 @@ class Reader:
         """The tensor itself, at an index; `since` when it has been written before it was read there."""
         if batched(x):
             raise Unreadable  # has an axis that only exists inside vmap
+        if x.target is operator.setitem:  # has no value of its own: the tensor holds it from there on
+            return self.load(x.args[0], index, self.versions.order[x])  # type: ignore[arg-type]
         text = x.name if since is None else f"{x.name}@{since}"
         self.held[text] = x, self.versions.order[x] if since is None else since
         return score.load(f"%{text}", [ix.to_expr(i) for i in index])

@@ -40,6 +40,12 @@ class Emitted:
     results: dict[Node, Node] = field(default_factory=dict)
     tables: dict[Table, Node] = field(default_factory=dict)
 
+    def current(self, node: Node) -> Node:
+        """The node that has the value of `node` now: an item assignment has none of its own."""
+        while node.target is operator.setitem:
+            node = node.args[0]  # type: ignore[assignment]
+        return self.results.get(node, node)
+
 
 class Emitter:
     """Adds nodes before `at`, each with the fake value it has; `undo` takes them all away again. A root that has been
@@ -60,7 +66,7 @@ class Emitter:
         return self._emit("call_method", name, args, {}, getattr(torch.Tensor, name))
 
     def _emit(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], f: Callable[..., Any]) -> Node:
-        args = map_arg(args, lambda n: self.emitted.results.get(n, n))
+        args = map_arg(args, self.emitted.current)
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node(op, target, args, kwargs)
         self.nodes.append(node)

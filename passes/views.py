@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -346,6 +347,57 @@ def _getitem(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
         return _item_of_tuple(r, node, source, key, index)
     found = _indexed(r, node, source, key, index)
     return r.read(source, found, node)
+
+
+@reads("setitem")
+def _setitem(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    """t[key] = x, read as where(inside key, x, t): key is made of slices and numbers, or one mask."""
+    target, key, written = args
+    t, source = tensor(target), tensor(written)
+    assert t is not None
+    keys = list(key) if isinstance(key, tuple) else [key]
+    inside: list[Expr] = []
+    at: list[ix.Index] = []  # of what is written
+    if len(keys) == 1 and (mask := tensor(keys[0])) is not None and mask.dtype == torch.bool:
+        if source is not None and source.dim():
+            raise Unreadable  # one value for each kept element
+        inside.append(r.read(keys[0], index[: mask.dim()], node))
+    else:
+        shape = _shape(target)
+        for k, size, i in zip(_spelled_out(keys, len(shape)), shape, index, strict=True):
+            if isinstance(k, slice):
+                start, stop = _slice_ends(k, size)
+                inside.append(_compare(">=", ix.to_expr(i), ix.to_expr(start)))
+                inside.append(_compare("<", ix.to_expr(i), ix.to_expr(stop)))
+                at.append(ix.sympy.expand(i - start))
+            else:
+                inside.append(_compare("==", ix.to_expr(i), ix.to_expr(_from_end(_size(k), size))))
+    if source is not None:
+        what = r.cast(r.read(written, ix.broadcast(ix.shape_of(source), tuple(at)), node), source.dtype, t.dtype)
+    else:
+        what = r.cast(r.read(written, (), node), type(value(written)), t.dtype)
+    tests = [x for x in inside if x is not score.TRUE]
+    condition = functools.reduce(lambda a, b: build("&", a, b), tests, score.TRUE) if tests else score.TRUE
+    return build("where", condition, what, r.read(target, index, node))
+
+
+def _spelled_out(keys: list[Any], rank: int) -> list[Any]:
+    """One key for each dim: an ellipsis and what is left out become full slices."""
+    if any(k is None or isinstance(k, (list, bool)) or tensor(k) is not None for k in keys):
+        raise Unreadable
+    missing = [slice(None)] * (rank - sum(k is not Ellipsis for k in keys))
+    at = next((i for i, k in enumerate(keys) if k is Ellipsis), None)
+    return keys + missing if at is None else keys[:at] + missing + keys[at + 1 :]
+
+
+def _slice_ends(k: slice, size: ix.Index) -> tuple[ix.Index, ix.Index]:
+    if k.step not in (None, 1):
+        raise Unreadable
+    start = ix.ZERO if k.start is None else _from_end(_size(k.start), size)
+    stop = size if k.stop is None else _from_end(_size(k.stop), size)
+    if not ix.nonnegative(start) or not ix.nonnegative(stop):
+        raise Unreadable
+    return start, stop
 
 
 @reads("index")
