@@ -64,6 +64,11 @@ class Versions:
         key = storage(node)
         return key is not None and any(first < w < last for w in self.writes.get(key, ()))
 
+    def writers(self, node: Node, last: int) -> list[Node]:
+        """The writes to the memory of `node` up to a position."""
+        key = storage(node)
+        return [] if key is None else [self.nodes[w] for w in self.writes.get(key, ()) if w <= last]
+
 
 def storage(node: Node) -> int | None:
     """The identity of the memory a node's tensor lives in; None when it has no ordinary storage."""

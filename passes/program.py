@@ -28,6 +28,7 @@ from torchflash.passes.table import Table, tabulate
 from torchflash.score import Expr, build, const, name
 
 HEAVY = 12  # operations; more of them on indices alone are loaded where that costs a vector
+MAX_SIZES = 8  # symbolic sizes a kernel takes
 MASKED = -100.0  # a fill below this is worth skipping tiles for
 _COSTLY = frozenset(
     ("load", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "erf", "**", "/", "//", "%")
@@ -76,6 +77,10 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
         t = tensor(node)
         if t is not None and (t.dtype.is_complex or t.layout is not torch.strided):
             return Failure("dtype", f"the scores use {node.name}, which is a {t.layout} tensor of {t.dtype}", node)
+    if len(symbols) > MAX_SIZES:
+        return Failure(
+            "too_complex", f"the score program uses {len(symbols)} sizes; at most {MAX_SIZES}", block.softmax
+        )
     too_large = score.check_limits(*(e for e in final if e is not None))
     if too_large:
         return Failure("too_complex", f"the score program has {too_large}", block.softmax)

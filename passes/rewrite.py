@@ -182,8 +182,7 @@ def _chain(r: Reader, block: Attention) -> frozenset[Node]:
 def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | None:
     """The operator runs where the block ended: what it reads must still hold what the block read."""
     order = r.versions.order
-    operands = [(o.node, order[o.user]) for o in (block.q, block.k, block.v)]
-    for node, since in (*operands, *found.reads):
+    for node, since in (*_operands(r, block), *found.reads):
         if r.versions.written_between(node, since, order[block.root]):
             return Failure(
                 "mutation", f"{node.name} is written in place between its use and the end of the block", node
@@ -234,10 +233,7 @@ def _apply(
 
 def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
     """The nodes that are still needed once every candidate is rewritten."""
-    inputs = {
-        c.block.root: [c.block.q.node, c.block.k.node, c.block.v.node, *(n for n, _ in c.programs.reads)]
-        for c in candidates
-    }
+    inputs = {c.block.root: _inputs(r, c) for c in candidates}
     stack = [n for n in r.versions.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
     alive: set[Node] = set()
     while stack:
@@ -253,6 +249,16 @@ def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
                 a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Node)
             ] + n.all_input_nodes
     return alive
+
+
+def _inputs(r: Reader, c: _Candidate) -> list[Node]:
+    """What the operator reads, and the writes that make it what was read."""
+    held = [*_operands(r, c.block), *c.programs.reads]
+    return [n for node, since in held for n in (node, *r.versions.writers(node, since))]
+
+
+def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
+    return [(o.node, r.versions.order[o.user]) for o in (block.q, block.k, block.v)]
 
 
 def _effects(r: Reader, n: Node) -> bool:
