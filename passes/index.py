@@ -34,10 +34,20 @@ _NAMES: dict[str, sympy.Symbol] = {}  # axes and size symbols by name
 def size_of(value: Any) -> Index:
     """A size of the traced graph (int or SymInt) as sympy."""
     if isinstance(value, torch.SymInt):
-        size = sympy.sympify(value.node.expr)
+        size = exact_quotients(sympy.sympify(value.node.expr))
         _NAMES.update({x.name: x for x in size.free_symbols})
         return size
     return sympy.Integer(int(value))
+
+
+@functools.lru_cache(maxsize=65536)
+def exact_quotients(e: Index) -> Index:
+    """2 * s * s // s is 2 * s."""
+    for x in e.atoms(FloorDiv):
+        quotient = sympy.cancel(x.args[0] / x.args[1])
+        if sympy.denom(quotient) == 1:
+            e = e.subs(x, quotient)
+    return e
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Index, ...]:
