@@ -88,6 +88,21 @@ def test_what_is_not_attention_comes_out_right(function, train):
             torch.testing.assert_close(got, want.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_a_maximum_in_half_precision_has_the_gradient_eager_gives(dtype):
+    inputs = [x.detach().to(dtype).requires_grad_() for x in qkv()]
+    do = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def gradients(function, tensors):
+        return torch.autograd.grad(function(*tensors), tensors, do.to(tensors[0].dtype))
+
+    true = gradients(joint_softmax, [x.detach().double().requires_grad_() for x in inputs])
+    eager = gradients(joint_softmax, inputs)
+    ours = gradients(torch.compile(joint_softmax, backend="torchflash"), inputs)
+    for t, e, o in zip(true, eager, ours, strict=True):
+        assert (o.double() - t).norm() <= 2 * (e.double() - t).norm()  # NaN is not
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_plain_inductor_fuses_as_before(nothing_rewritten, no_caches, train):
     counts = []

@@ -7,6 +7,7 @@ Two things surround every compile of our graphs, also with nothing rewritten:
 2. A tag over our sources, version and options is part of every cache key. The AOTAutograd cache hashes the graph it is
    given but not the formulas behind its ops: without the tag an edited backward would be answered from the old cache,
    and a graph compiled without the gate would be served to a compile that needs it.
+Besides, graphs that differentiate a maximum in half precision are compiled with eager's rounding: `has_half_extremum`.
 The backward is compiled when it first runs, out of our sight and perhaps in another thread, so both are also put around
 the function that Inductor keeps for it (`inner_compile`).
 """
@@ -26,6 +27,7 @@ import torch
 
 from torchflash import __version__
 from torchflash.options import Options
+from torchflash.passes.graph import operation, tensor
 
 _ours: ContextVar[bool] = ContextVar("torchflash_compiles", default=False)
 _lock = threading.Lock()
@@ -38,6 +40,8 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     tag = cache_tag(options)
+    if has_half_extremum(gm):
+        patches = {"emulate_precision_casts": True, **patches}
     if not gate_attention_fuser(_device(example_inputs)):
         patches = {**patches, **_without_pattern_passes(patches)}
 
@@ -48,6 +52,24 @@ def compile_by_inductor(
 
     with _around(tag):
         return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def has_half_extremum(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph differentiates amax or amin of float16 or bfloat16, as softmaxes by hand do.
+
+    Their gradient goes to the elements that equal the result. Inductor keeps fused values in float32, where none equals
+    the rounded result, and divides by their number: NaN. Such graphs are compiled with eager's rounding; one whose
+    attention is all rewritten has none of these left.
+    """
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            t = tensor(node)
+            if t is None or not t.requires_grad or t.dtype not in (torch.float16, torch.bfloat16):
+                continue
+            whole = operation(node) in ("max", "min") and len(node.args) + len(node.kwargs) == 1
+            if whole or operation(node) in ("amax", "amin", "aminmax"):
+                return True
+    return False
 
 
 @contextmanager

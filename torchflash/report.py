@@ -175,9 +175,7 @@ class Report(Sequence[Rewritten | Skipped]):
     def __add__(self, other: Report) -> Report:
         if not isinstance(other, Report):
             return NotImplemented
-        return Report(
-            self.records + other.records, self.graphs + other.graphs, self.graph_breaks + other.graph_breaks
-        )
+        return Report(self.records + other.records, self.graphs + other.graphs, self.graph_breaks + other.graph_breaks)
 
     def __str__(self) -> str:
         head = f"torchflash: {len(self.rewritten)} rewritten, {len(self.skipped)} skipped"
@@ -207,9 +205,7 @@ class Report(Sequence[Rewritten | Skipped]):
             raise ValueError(f"not a torchflash report: {error!r}") from error
 
     @classmethod
-    def of_graph(
-        cls, graph: int, records: Iterable[Rewritten | Skipped], graph_breaks: Iterable[str] = ()
-    ) -> Report:
+    def of_graph(cls, graph: int, records: Iterable[Rewritten | Skipped], graph_breaks: Iterable[str] = ()) -> Report:
         """The report of one graph: its records with `graph` and `index` filled in."""
         numbered = tuple(replace(record, graph=graph, index=i) for i, record in enumerate(records))
         return cls(numbered, 1, tuple(graph_breaks))
