@@ -1,10 +1,11 @@
 """FX graph in, FX graph out: finds the attention blocks of a graph and replaces each by one call of the operator.
 
-Order of reading: `rewrite` (the pass), `attention` (the proof), `softmax`, `contraction`, `reader` with its handlers
-in `pointwise` and `views`, `index` (index algebra), `mutation`, `program` (what the kernels are told), `replace`.
+Order of reading: `rewrite` (the pass), `attention` (the proof), `softmax`, `contraction`, `reader` with its handlers in
+`leaves`, `pointwise`, `creation`, `views` and `lookups`, `index` (index algebra), `mutation`, `program` and `table`
+(what the kernels are told), `replace`.
 """
 
-from torchflash.passes import pointwise, views  # noqa: F401  (register their handlers)
+from torchflash.passes import creation, leaves, lookups, pointwise, views  # noqa: F401  (register their handlers)
 from torchflash.passes.rewrite import rewrite_graph
 
 __all__ = ["rewrite_graph"]

@@ -79,6 +79,12 @@ def tensor(x: Any) -> torch.Tensor | None:
     return v if isinstance(v, torch.Tensor) else None
 
 
+def dtype_of(x: Any) -> torch.dtype:
+    t = tensor(x)
+    assert t is not None
+    return t.dtype
+
+
 def operation(node: Node) -> str:
     """The canonical name of what a call node does; "" for other nodes."""
     if not node.op.startswith("call"):

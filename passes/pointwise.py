@@ -1,4 +1,4 @@
-"""Elementwise operations, reductions, tensors made from numbers, and the leaves that depend on scores."""
+"""Elementwise operations: arithmetic, functions, comparisons and choices, casts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from torch.fx import Node
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.contraction import contraction, einsum_permutation
-from torchflash.passes.graph import argument, operation, several, tensor, value
+from torchflash.passes.graph import argument, dtype_of, operation, tensor, value
 from torchflash.passes.reader import (
     HALVES,
+    HANDLERS,
     SMALL_INTS,
-    Dot,
     Indices,
     Reader,
-    Reduce,
-    Softmax,
     Unreadable,
-    positive_dim,
     reads,
 )
 from torchflash.score import FALSE, TRUE, ZERO, Expr, build, const
@@ -30,17 +26,11 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def _dtype(node: Node) -> torch.dtype:
-    t = tensor(node)
-    assert t is not None
-    return t.dtype
-
-
 # -------------------------------------------------------------------------------------------------------- arithmetic
 
 
 def _arithmetic(r: Reader, node: Node, op: str, a: Any, b: Any, index: Indices) -> Expr:
-    if _dtype(node) in SMALL_INTS:
+    if dtype_of(node) in SMALL_INTS:
         raise Unreadable  # wraps around
     return build(op, r.operand(a, index, node), r.operand(b, index, node))
 
@@ -50,9 +40,9 @@ def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     a, b = args[0], argument(args, kwargs, 1, "other")
     name = operation(node)
     x, y = r.operand(a, index, node), r.operand(b, index, node)
-    if _dtype(node) in SMALL_INTS:
+    if dtype_of(node) in SMALL_INTS:
         raise Unreadable
-    if _dtype(node) == torch.bool:
+    if dtype_of(node) == torch.bool:
         return build(
             "|", r.read(a, ix.broadcast(_shape(a), index), node), r.read(b, ix.broadcast(_shape(b), index), node)
         )
@@ -73,7 +63,7 @@ def _shape(x: Any) -> tuple[ix.Index, ...]:
 @reads("mul")
 def _mul(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     a, b = args[0], argument(args, kwargs, 1, "other")
-    if _dtype(node) == torch.bool:
+    if dtype_of(node) == torch.bool:
         return _logical(r, node, "&", a, b, index)
     return _arithmetic(r, node, "*", a, b, index)
 
@@ -93,14 +83,14 @@ def _div(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
 
 @reads("floor_divide")
 def _floor_divide(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    if _dtype(node).is_floating_point:
+    if dtype_of(node).is_floating_point:
         return build("floor", build("/", r.operand(args[0], index, node), r.operand(args[1], index, node)))
     return _divide_index("//", _arithmetic(r, node, "//", args[0], args[1], index))
 
 
 @reads("remainder")
 def _remainder(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    if _dtype(node).is_floating_point:
+    if dtype_of(node).is_floating_point:
         raise Unreadable
     return _divide_index("%", _arithmetic(r, node, "%", args[0], args[1], index))
 
@@ -119,7 +109,7 @@ def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
         return build("*", x, x)
     if exponent in (1, 1.0) and isinstance(exponent, (int, float)):
         return x
-    if not _dtype(node).is_floating_point:
+    if not dtype_of(node).is_floating_point:
         raise Unreadable
     return build("**", x, r.operand(exponent, index, node))
 
@@ -238,9 +228,9 @@ def _clamped(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
     """Clamping by comparisons: NaN stays, and the gradient at the ends is 1 as in torch."""
     y = x
     if high is not None:
-        y = build("where", _compare(">", y, high), high, y)
+        y = build("where", compare(">", y, high), high, y)
     if low is not None:
-        y = build("where", _compare("<", y, low), low, y)
+        y = build("where", compare("<", y, low), low, y)
     return y
 
 
@@ -258,12 +248,12 @@ def _extremum(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices)
     name = operation(node)
     other = argument(args, kwargs, 1, "other")
     if name in ("min", "max") and (other is None or tensor(other) is None):
-        return _reduction(r, node, args, kwargs, index)
-    if name in ("fmin", "fmax") or _dtype(node) == torch.bool:
+        return HANDLERS["amax"](r, node, args, kwargs, index)
+    if name in ("fmin", "fmax") or dtype_of(node) == torch.bool:
         raise Unreadable
     x, y = r.operand(args[0], index, node), r.operand(other, index, node)
     smaller = name.startswith("min")
-    less, more = _compare("<=", x, y), _compare(">=", x, y)
+    less, more = compare("<=", x, y), compare(">=", x, y)
     if less.op == "const" or more.op == "const":
         return x if (less if smaller else more) is TRUE else y
     return build("minimum" if smaller else "maximum", x, y)
@@ -272,7 +262,7 @@ def _extremum(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices)
 # ---------------------------------------------------------------------------------------------- comparisons, choices
 
 
-def _compare(op: str, a: Expr, b: Expr) -> Expr:
+def compare(op: str, a: Expr, b: Expr) -> Expr:
     return ix.compare(op, a, b) or build(op, a, b)
 
 
@@ -301,7 +291,7 @@ def _comparison(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
         return const(op in ("<=", ">=", "=="))
     if x is y and op in ("==", "!="):
         return build("isnan", x) if op == "!=" else build("~", build("isnan", x))
-    return _compare(op, x, y)
+    return compare(op, x, y)
 
 
 def _rounded(r: Reader, *operands: Expr) -> bool:
@@ -331,14 +321,14 @@ def _and_or(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -
     name = operation(node)
     op = {"and": "&", "or": "|", "xor": "^"}[name.removeprefix("logical_")]
     a, b = args[0], argument(args, kwargs, 1, "other")
-    if _dtype(node) == torch.bool:
+    if dtype_of(node) == torch.bool:
         return _logical(r, node, op, a, b, index)
     return _arithmetic(r, node, op, a, b, index)
 
 
 @reads("invert", "logical_not")
 def _not(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    if operation(node) == "invert" and _dtype(node) != torch.bool:
+    if operation(node) == "invert" and dtype_of(node) != torch.bool:
         raise Unreadable
     return build("~", _truth(r, args[0], index, node))
 
@@ -355,7 +345,7 @@ def _where(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) ->
 
 def _choose(r: Reader, node: Node, c: Any, a: Any, b: Any, index: Indices) -> Expr:
     condition = _truth(r, c, index, node)
-    if _dtype(node) == torch.bool:
+    if dtype_of(node) == torch.bool:
         return build("where", condition, _truth(r, a, index, node), _truth(r, b, index, node))
     return build("where", condition, _fill(r, node, a, index), _fill(r, node, b, index))
 
@@ -363,8 +353,8 @@ def _choose(r: Reader, node: Node, c: Any, a: Any, b: Any, index: Indices) -> Ex
 def _fill(r: Reader, node: Node, x: Any, index: Indices) -> Expr:
     """A branch of a where; a number becomes what the result's dtype holds of it (1e9 is inf in float16)."""
     e = r.operand(x, index, node)
-    if e.op == "const" and _dtype(node) in HALVES and (tensor(x) is None or not _shape(x)):
-        return build(HALVES[_dtype(node)], e)
+    if e.op == "const" and dtype_of(node) in HALVES and (tensor(x) is None or not _shape(x)):
+        return build(HALVES[dtype_of(node)], e)
     return e
 
 
@@ -413,7 +403,7 @@ def _is(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Ex
 def _to(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     source = tensor(args[0])
     assert source is not None
-    return r.cast(r.read(args[0], index, node), source.dtype, _dtype(node))
+    return r.cast(r.read(args[0], index, node), source.dtype, dtype_of(node))
 
 
 @reads(
@@ -438,179 +428,4 @@ def _identity(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices)
 def _copy(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     source = tensor(args[1])
     assert source is not None
-    return r.cast(r.read(args[1], ix.broadcast(ix.shape_of(source), index), node), source.dtype, _dtype(node))
-
-
-@reads("dropout", "feature_dropout")
-def _dropout(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    p = argument(args, kwargs, 1, "p", default=0.5)
-    training = argument(args, kwargs, 2, "training", "train", default=True)
-    x = r.operand(args[0], index, node)
-    if training is False or (isinstance(p, (int, float)) and p == 0):
-        return x
-    if operation(node) != "dropout" or not isinstance(p, (int, float)) or training is not True or not r.depends(x):
-        raise Unreadable
-    # the generator is keyed by position, so the node only has to tell two dropouts apart
-    return Expr("dropout", (x,), (float(p), node))
-
-
-# ---------------------------------------------------------------------------------------------------- made from numbers
-
-
-@reads("arange")
-def _arange(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    start, step = (
-        (args[0], args[2] if len(args) > 2 else kwargs.get("step", 1))
-        if len(args) > 1
-        else (kwargs.get("start", 0), kwargs.get("step", 1))
-    )
-    if _dtype(node).is_floating_point:
-        first, by = (r.operand(x, (), node) for x in (start, step))
-        position = build("+", first, build("*", by, build("float", ix.to_expr(index[0]))))
-        return r.cast(position, torch.float32, _dtype(node)) if _dtype(node) in HALVES else position
-    low, stride = (ix.from_expr(r.operand(x, (), node)) for x in (start, step))
-    if low is None or stride is None:
-        raise Unreadable
-    return ix.to_expr(ix.sympy.expand(low + stride * index[0]))
-
-
-@reads(
-    "zeros",
-    "zeros_like",
-    "new_zeros",
-    "zero",
-    "ones",
-    "ones_like",
-    "new_ones",
-    "full",
-    "full_like",
-    "new_full",
-    "fill",
-    "tensor",
-    "scalar_tensor",
-    "as_tensor",
-)
-def _full(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    name = operation(node)
-    dtype = _dtype(node)
-    if name.removeprefix("new_").startswith("zero"):
-        filler: Any = 0
-    elif name.removeprefix("new_").startswith("one"):
-        filler = 1
-    elif name in ("tensor", "scalar_tensor", "as_tensor"):
-        filler = args[0]
-        if isinstance(filler, (list, tuple)) or ((t := tensor(filler)) is not None and t.dim()):
-            raise Unreadable
-    else:
-        position = 2 if name == "new_full" else 1
-        filler = argument(args, kwargs, position, "fill_value", "value")
-    e = r.read(filler, (), node)
-    t = tensor(filler)
-    return r.cast(e, t.dtype if t is not None else type(value(filler)), dtype)
-
-
-@reads("tril", "triu")
-def _triangle(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    diagonal = r.read(argument(args, kwargs, 1, "diagonal", default=0), (), node)
-    x = r.read(args[0], index, node)
-    column, row = ix.to_expr(index[-1]), score.call("+", ix.to_expr(index[-2]), diagonal)
-    inside = _compare("<=" if operation(node) == "tril" else ">=", column, row)
-    zero = FALSE if _dtype(node) == torch.bool else const(0.0) if _dtype(node).is_floating_point else const(0)
-    return build("where", inside, x, zero)
-
-
-@reads("eye")
-def _eye(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    return r.cast(_compare("==", ix.to_expr(index[-2]), ix.to_expr(index[-1])), torch.bool, _dtype(node))
-
-
-@reads("outer", "ger")
-def _outer(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    if not _dtype(node).is_floating_point:
-        raise Unreadable
-    x, y = (
-        r.cast(r.read(t, (i,), node), _dtype(t), torch.float32, keep_float=True)
-        for t, i in ((args[0], index[0]), (args[1], index[1]))
-    )
-    return build("*", x, y)
-
-
-# ----------------------------------------------------------------------------------------------- leaves: scores and
-# after
-
-
-@reads("matmul", "bmm", "mm", "einsum", "inner", "linear")
-def _dot(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    if operation(node) == "linear" and argument(args, kwargs, 2, "bias") is not None:
-        raise Unreadable
-    if operation(node) == "einsum":
-        try:
-            source, at = einsum_permutation(args, index)
-        except Unreadable:
-            pass
-        else:
-            return r.read(source, at, node)
-        if (both := contraction(r, Dot(node, index), "d")) is not None and not both.summed:
-            return build("*", *(r.operand_at(o, node) for o in (both.lhs, both.rhs)))
-    return Expr("dot", (), Dot(node, index))
-
-
-@reads("baddbmm", "addmm", "addbmm")
-def _baddbmm(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    if operation(node) == "addbmm":
-        raise Unreadable
-    beta, alpha = argument(args, kwargs, 3, "beta", default=1), argument(args, kwargs, 4, "alpha", default=1)
-    dot = build("*", r.operand(alpha, (), node), Expr("dot", (), Dot(node, index)))
-    if isinstance(beta, (int, float)) and beta == 0:
-        return dot
-    added = r.operand(args[0], index, node)
-    return build(
-        "+",
-        added if isinstance(beta, (int, float)) and beta == 1 else build("*", r.operand(beta, (), node), added),
-        dot,
-    )
-
-
-@reads("softmax", "_safe_softmax", "softmin")
-def _softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    name = operation(node)
-    dim = argument(args, kwargs, 1, "dim")
-    rank = len(index)
-    if dim is None:
-        dim = 0 if rank in (0, 1, 3) else 1
-    e = Expr("softmax", (), Softmax(args[0], positive_dim(dim, rank), index, node))
-    if name == "softmin":
-        raise Unreadable
-    return build("nan_to_num", e) if name == "_safe_softmax" else e
-
-
-@reads("log_softmax")
-def _log_softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    dim = argument(args, kwargs, 1, "dim")
-    if dim is None:
-        dim = 0 if len(index) in (0, 1, 3) else 1
-    d = positive_dim(dim, len(index))
-    at = tuple(ix.ZERO if k == d else i for k, i in enumerate(index))
-    return build("-", r.read(args[0], index, node), Expr("reduce", (), Reduce("logsumexp", args[0], (d,), at, node)))
-
-
-@reads("sum", "amax", "amin", "mean", "logsumexp", "std", "var", "prod")
-def _reduction(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    source = tensor(args[0])
-    assert source is not None
-    rank = source.dim()
-    dims = several(args[:2], kwargs, 1, "dim", "axis") or tuple(range(rank))
-    if dims == (None,):
-        dims = tuple(range(rank))
-    reduced = tuple(sorted(positive_dim(d, rank) for d in dims))
-    kept = iter(index)
-    keepdim = argument(args, kwargs, 2, "keepdim", default=False)
-    # the index of the source, with 0 at the reduced dims
-    at = tuple(
-        next(kept) if d not in reduced else (next(kept), ix.ZERO)[1] if keepdim else ix.ZERO for d in range(rank)
-    )
-    shape = ix.shape_of(source)
-    inside = tuple(ix.axis("r", shape[d]) if d in reduced else i for d, i in enumerate(at))
-    if not r.depends(r.read(args[0], inside, node)):
-        raise Unreadable
-    return Expr("reduce", (), Reduce(operation(node), args[0], reduced, at, node))
+    return r.cast(r.read(args[1], ix.broadcast(ix.shape_of(source), index), node), source.dtype, dtype_of(node))

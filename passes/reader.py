@@ -8,7 +8,7 @@ kinds of leaves mark what depends on the scores, each holding the node and the i
     Reduce   a reduction of something score-like     (read further by `passes.softmax`)
     Softmax  a softmax in one call                   (likewise)
 
-Operations are in `passes.pointwise` and `passes.views`, one small handler each.
+Operations are in `passes.leaves`, `pointwise`, `creation`, `views` and `lookups`, one small handler each.
 """
 
 from __future__ import annotations
