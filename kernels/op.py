@@ -15,8 +15,9 @@ Strides of the results, the same for real and fake tensors:
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -163,9 +164,20 @@ def _backward(
     return dq, dk, dv, [g.to(c.device) for g, c in zip(gradients, wanted, strict=True)]
 
 
+def _exact(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast must not reach the float32 arithmetic inside: what the op computes depends on its arguments alone."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return kernel(*args)
+
+    return run
+
+
 for _key in ("CPU", "CUDA"):
-    library.impl("attention", _forward, _key)
-    library.impl("attention_backward", _backward, _key)
+    library.impl("attention", _exact(_forward), _key)
+    library.impl("attention_backward", _exact(_backward), _key)
 
 
 @torch.library.register_fake("torchflash::attention", lib=library)

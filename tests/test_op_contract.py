@@ -238,3 +238,11 @@ def test_the_same_call_gives_the_same_bits():
     x = build(BY_NAME["dropout_gate_bias"])
     assert torch.equal(run_op(x), run_op(x))
     assert isinstance(x, Inputs)
+
+
+def test_autocast_does_not_reach_inside():
+    q, k, v = (torch.randn(2, 2, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    arguments = (q, k, v, [], [], "0.25 * s", "", 0.0, "p", 0.0, None, "bhmd")
+    expected = torch.ops.torchflash.attention(*arguments)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(torch.ops.torchflash.attention(*arguments)[0], expected)
