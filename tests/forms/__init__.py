@@ -1,0 +1,18 @@
+"""Attention as people write it: `FORMS` by name."""
+
+from forms import biases, layouts, masks, parts, softmaxes, surroundings, traps
+from forms.registry import FORMS, Form, check, make
+
+__all__ = [
+    "FORMS",
+    "Form",
+    "biases",
+    "check",
+    "layouts",
+    "make",
+    "masks",
+    "parts",
+    "softmaxes",
+    "surroundings",
+    "traps",
+]

@@ -1,0 +1,851 @@
+"""The softmax in one call and by hand, functions of the scores, what follows the softmax, and what is no attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from forms.registry import NEG, form, sc
+
+INF = float("inf")
+
+
+@form()
+def softmax_module(g):
+    class A(nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.sm = nn.Softmax(dim=-1)
+
+        def forward(s, q, k, v):
+            return s.sm(sc(q, k)) @ v
+
+    return A(), g.qkv()
+
+
+@form()
+def softmax_dtype_f32_type_as(g):
+    return (lambda q, k, v: F.softmax(sc(q, k), dim=-1, dtype=torch.float32).type_as(q) @ v), g.qkv()
+
+
+@form()
+def softmax_positional_dtype(g):
+    return (lambda q, k, v: torch.softmax(sc(q, k), -1, torch.float32).to(v) @ v), g.qkv()
+
+
+@form()
+def softmax_float_then_half_to_dtype(g):
+    return (lambda q, k, v: sc(q, k).float().softmax(-1).to(q.dtype) @ v), g.qkv()
+
+
+@form()
+def log_softmax_exp(g):
+    return (lambda q, k, v: F.log_softmax(sc(q, k), -1).exp() @ v), g.qkv()
+
+
+@form()
+def log_softmax_torch_exp(g):
+    return (lambda q, k, v: torch.exp(torch.log_softmax(sc(q, k), dim=-1)) @ v), g.qkv()
+
+
+@form()
+def by_hand_no_max(g):
+    return (lambda q, k, v: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form()
+def by_hand_max_values(g):
+    return (
+        lambda q, k, v: (
+            lambda s: (lambda e: (e / e.sum(dim=-1, keepdim=True)) @ v)(torch.exp(s - s.max(dim=-1, keepdim=True)[0]))
+        )(sc(q, k))
+    ), g.qkv()
+
+
+@form()
+def by_hand_max_unsqueeze(g):
+    return (
+        lambda q, k, v: (
+            lambda s: (lambda e: (e / e.sum(-1).unsqueeze(-1)) @ v)((s - s.max(-1).values[..., None]).exp())
+        )(sc(q, k))
+    ), g.qkv()
+
+
+@form()
+def by_hand_global_max(g):
+    return (
+        lambda q, k, v: (lambda s: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)((s - s.max()).exp()))(sc(q, k))
+    ), g.qkv()
+
+
+@form()
+def by_hand_amax_detach(g):
+    return (
+        lambda q, k, v: (
+            lambda s: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)((s - s.detach().amax(-1, keepdim=True)).exp())
+        )(sc(q, k))
+    ), g.qkv()
+
+
+@form(skip="*")
+def by_hand_exp_mul_mask(g):
+    def fn(q, k, v, m):
+        e = torch.exp(sc(q, k)) * m
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    return fn, (*g.qkv(), g.keep(g.B, 1, g.S, g.S).to(g.dtype))
+
+
+@form()
+def by_hand_exp_masked_fill_zero(g):
+    def fn(q, k, v, m):
+        e = torch.exp(sc(q, k)).masked_fill(~m, 0.0)
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    return fn, (*g.qkv(), g.keep(g.B, 1, g.S, g.S))
+
+
+@form()
+def by_hand_exp_where_zero_causal(g):
+    def fn(q, k, v):
+        s = sc(q, k)
+        s = s - s.amax(-1, keepdim=True)
+        e = torch.where(torch.ones(g.S, g.S, dtype=torch.bool).tril(), s.exp(), 0.0)
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def by_hand_exp_tril(g):
+    def fn(q, k, v):
+        e = torch.exp(sc(q, k)).tril()
+        return (e / e.sum(-1, keepdim=True)) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def by_hand_reciprocal(g):
+    return (lambda q, k, v: (lambda e: (e * e.sum(-1, keepdim=True).reciprocal()) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form(skip="*")
+def by_hand_pow_minus_one(g):
+    return (lambda q, k, v: (lambda e: (e * e.sum(-1, keepdim=True) ** -1) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form()
+def by_hand_logsumexp(g):
+    return (lambda q, k, v: (lambda s: (s - s.logsumexp(-1, keepdim=True)).exp() @ v)(sc(q, k))), g.qkv()
+
+
+@form()
+def by_hand_logsumexp_fn(g):
+    return (lambda q, k, v: (lambda s: torch.exp(s - torch.logsumexp(s, dim=-1)[..., None]) @ v)(sc(q, k))), g.qkv()
+
+
+@form()
+def by_hand_log_sum_exp(g):
+    return (lambda q, k, v: (lambda s: (s - s.exp().sum(-1, keepdim=True).log()).exp() @ v)(sc(q, k))), g.qkv()
+
+
+@form()
+def by_hand_exp2(g):
+    return (
+        lambda q, k, v: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)(torch.exp2(sc(q, k) * 1.4426950408889634))
+    ), g.qkv()
+
+
+@form(skip="*")
+def by_hand_two_pow(g):
+    return (lambda q, k, v: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)(2.0 ** sc(q, k))), g.qkv()
+
+
+@form(skip="*")
+def by_hand_normalize_l1(g):
+    return (lambda q, k, v: F.normalize(sc(q, k).exp(), p=1, dim=-1) @ v), g.qkv()
+
+
+@form()
+def deferred_division(g):
+    return (lambda q, k, v: (lambda e: (e @ v) / e.sum(-1, keepdim=True))(sc(q, k).exp())), g.qkv()
+
+
+@form()
+def deferred_division_max(g):
+    return (
+        lambda q, k, v: (lambda s: (lambda e: (e @ v) / e.sum(-1, keepdim=True))((s - s.amax(-1, keepdim=True)).exp()))(
+            sc(q, k)
+        )
+    ), g.qkv()
+
+
+@form()
+def deferred_division_bmhd(g):
+    return (
+        lambda q, k, v: (lambda e: torch.einsum("bhmn,bnhd->bmhd", e, v) / e.sum(-1).transpose(1, 2)[..., None])(
+            torch.einsum("bmhd,bnhd->bhmn", q, k).exp()
+        )
+    ), g.bsd()
+
+
+
+@form(skip="*")
+def deferred_ones_column(g):
+    def fn(q, k, v):
+        e = sc(q, k).exp()
+        o = e @ torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        return o[..., :-1] / o[..., -1:]
+
+    return fn, g.qkv()
+
+
+@form()
+def temperature_in_softmax(g):
+    return (lambda q, k, v: torch.softmax((q @ k.mT) / 0.7, dim=3) @ v), g.qkv()
+
+
+@form()
+def minus_mean(g):
+    return (lambda q, k, v: (lambda s: (s - s.mean(-1, keepdim=True)).softmax(-1) @ v)(sc(q, k))), g.qkv()
+
+
+@form()
+def minus_max_then_softmax(g):
+    return (
+        lambda q, k, v: (lambda s: F.softmax(s - torch.max(s, dim=-1, keepdim=True).values, dim=-1) @ v)(sc(q, k))
+    ), g.qkv()
+
+
+@form()
+def cogview_pb_relax(g):
+    def fn(q, k, v):
+        alpha = 32
+        s = (q / (alpha * math.sqrt(g.D))) @ k.transpose(-1, -2)
+        return ((s - s.max(dim=-1, keepdim=True)[0]) * alpha).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def cogview_pb_relax_detach_masked(g):
+    def fn(q, k, v, m):
+        alpha = 32
+        s = (q / (alpha * math.sqrt(g.D))) @ k.transpose(-1, -2)
+        s = s.masked_fill(~m, -torch.finfo(s.dtype).max)
+        return ((s - s.amax(dim=-1, keepdim=True).detach()) * alpha).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.keep(g.B, 1, 1, g.S))
+
+
+
+@form(skip="*")
+def groupvit_clamped_stable(g):
+    # GLIP/GroundingDINO: s -= s.max(); clamp
+    def fn(q, k, v):
+        s = q @ k.mT
+        s = s - s.max()
+        s = torch.clamp(s, min=-50000)
+        s = torch.clamp(s, max=50000)
+        return s.softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def scores_clamped(g):
+    return (lambda q, k, v: sc(q, k).clamp(-1.0, 1.0).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_clamp_min_inplace(g):
+    return (lambda q, k, v: sc(q, k).clamp_(min=-0.5).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_relu(g):
+    return (lambda q, k, v: F.relu(sc(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_leaky_relu_gat(g):
+    return (lambda q, k, v: F.leaky_relu(sc(q, k), 0.2).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_sigmoid(g):
+    return (lambda q, k, v: torch.sigmoid(sc(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_square(g):
+    return (lambda q, k, v: (sc(q, k) ** 2).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_cubed(g):
+    return (lambda q, k, v: (sc(q, k) ** 3).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_gelu(g):
+    return (lambda q, k, v: F.gelu(sc(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_silu_softplus(g):
+    return (lambda q, k, v: (lambda s: (F.silu(s) + F.softplus(s)).softmax(-1) @ v)(sc(q, k))), g.qkv()
+
+
+@form()
+def scores_abs_sign_sqrt(g):
+    return (lambda q, k, v: (lambda s: (s.abs().add(0.1).sqrt() * s.sign()).softmax(-1) @ v)(sc(q, k))), g.qkv()
+
+
+@form(skip="unknown_op")
+def scores_atan(g):
+    return (lambda q, k, v: torch.atan(sc(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_log_sigmoid(g):
+    return (lambda q, k, v: F.logsigmoid(sc(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_negative_distance(g):
+    # L2 attention: -(|q|^2 - 2qk + |k|^2)
+    def fn(q, k, v):
+        d = (q**2).sum(-1, keepdim=True) - 2 * q @ k.mT + (k**2).sum(-1)[:, :, None, :]
+        return (-d / math.sqrt(g.D)).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form(skip="*")
+def cdist_attention(g):
+    return (lambda q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form(skip="*")
+def scores_normalised_rows(g):
+    return (lambda q, k, v: F.layer_norm(sc(q, k), (g.S,)).softmax(-1) @ v), g.qkv()
+
+
+@form(skip="*")
+def scores_std_rows(g):
+    return (lambda q, k, v: (lambda s: (s / s.std(-1, keepdim=True)).softmax(-1) @ v)(sc(q, k))), g.qkv()
+
+
+@form(skip="*")
+def scores_topk_sparse(g):
+    def fn(q, k, v):
+        s = sc(q, k)
+        t = s.topk(4, dim=-1).values[..., -1:]
+        return s.masked_fill(s < t, NEG).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form(skip="*")
+def scores_topk_scatter(g):
+    def fn(q, k, v):
+        s = sc(q, k)
+        val, idx = s.topk(4, dim=-1)
+        return torch.full_like(s, NEG).scatter(-1, idx, val).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def scores_threshold(g):
+    return (lambda q, k, v: (lambda s: s.masked_fill(s < -1.0, -1e9).softmax(-1) @ v)(sc(q, k))), g.qkv()
+
+
+@form()
+def scores_where_positive(g):
+    return (lambda q, k, v: (lambda s: torch.where(s > 0, s, 0.1 * s).softmax(-1) @ v)(sc(q, k))), g.qkv()
+
+
+# ------------------------------------------------------------------ after the softmax
+@form()
+def post_head_gate(g):
+    return (lambda q, k, v, t: (sc(q, k).softmax(-1) * t) @ v), (*g.qkv(), g.r(g.H, 1, 1))
+
+
+@form()
+def post_head_mask_bert(g):
+    return (lambda q, k, v, t: (sc(q, k).softmax(-1) * t[None, :, None, None]) @ v), (
+        *g.qkv(),
+        torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=g.dtype),
+    )
+
+
+@form()
+def post_scale_number(g):
+    return (lambda q, k, v: (0.5 * sc(q, k).softmax(-1)) @ v), g.qkv()
+
+
+@form()
+def post_div_tensor(g):
+    return (lambda q, k, v, t: (sc(q, k).softmax(-1) / t) @ v), (*g.qkv(), torch.tensor(3.0, dtype=g.dtype))
+
+
+@form()
+def post_neg(g):
+    return (lambda q, k, v: -(-sc(q, k).softmax(-1) @ v)), g.qkv()
+
+
+@form()
+def post_mask_again_mul(g):
+    return (lambda q, k, v, m: (sc(q, k).masked_fill(~m, -1e9).softmax(-1) * m) @ v), (
+        *g.qkv(),
+        g.keep(g.B, 1, g.S, g.S),
+    )
+
+
+@form()
+def post_mask_again_fill(g):
+    return (lambda q, k, v, m: sc(q, k).masked_fill(~m, -1e9).softmax(-1).masked_fill(~m, 0) @ v), (
+        *g.qkv(),
+        g.keep(g.B, 1, g.S, g.S),
+    )
+
+
+@form()
+def post_query_mask(g):
+    return (lambda q, k, v, m: (sc(q, k).softmax(-1) * m[:, None, :, None].to(q.dtype)) @ v), (*g.qkv(), g.padding())
+
+
+@form()
+def post_nan_to_num(g):
+    return (lambda q, k, v, m: sc(q, k).masked_fill(~m[:, None, None], NEG).softmax(-1).nan_to_num(0.0) @ v), (
+        *g.qkv(),
+        g.padding(whole=True),
+    )
+
+
+@form()
+def post_nan_to_num_fn(g):
+    return (lambda q, k, v, m: torch.nan_to_num(sc(q, k).masked_fill(~m[:, None, None], NEG).softmax(-1)) @ v), (
+        *g.qkv(),
+        g.padding(whole=True),
+    )
+
+
+@form()
+def post_isnan_masked_fill(g):
+    def fn(q, k, v, m):
+        p = sc(q, k).masked_fill(~m[:, None, None], NEG).softmax(-1)
+        return p.masked_fill(torch.isnan(p), 0.0) @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form()
+def post_isnan_where(g):
+    def fn(q, k, v, m):
+        p = sc(q, k).masked_fill(~m[:, None, None], NEG).softmax(-1)
+        return torch.where(p != p, torch.zeros_like(p), p) @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form()
+def post_any_row_mask(g):
+    def fn(q, k, v, m):
+        m = m[:, None, None]
+        p = sc(q, k).masked_fill(~m, NEG).softmax(-1)
+        return p.masked_fill(~m.any(-1, keepdim=True), 0.0) @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form()
+def post_weights_of_position(g):
+    return (lambda q, k, v, t: (sc(q, k).softmax(-1) * t) @ v), (*g.qkv(), g.r(g.S, g.S))
+
+
+@form()
+def post_decay(g):
+    def fn(q, k, v):
+        i = torch.arange(g.S).to(q.dtype)
+        return (sc(q, k).softmax(-1) * torch.exp(-0.1 * (i[:, None] - i[None]).abs())) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def post_view_fold(g):
+    return (
+        lambda q, k, v: torch.bmm(sc(q, k).softmax(-1).view(g.B * g.H, g.S, g.S), v.reshape(g.B * g.H, g.S, g.D)).view(
+            g.B, g.H, g.S, g.D
+        )
+    ), g.qkv()
+
+
+@form(skip="*")
+def post_add_matrix(g):
+    return (lambda q, k, v, t: (sc(q, k).softmax(-1) + t) @ v), (*g.qkv(), g.r(g.S, g.S))
+
+
+@form(skip="*")
+def post_square(g):
+    return (lambda q, k, v: (sc(q, k).softmax(-1) ** 2) @ v), g.qkv()
+
+
+@form(skip="*")
+def post_clamp(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1).clamp(min=0.05) @ v), g.qkv()
+
+
+@form(skip="*")
+def post_renormalise(g):
+    return (lambda q, k, v: (lambda p: (p / (p.sum(-1, keepdim=True) + 1e-9)) @ v)(sc(q, k).softmax(-1) * 2)), g.qkv()
+
+
+@form(skip="*")
+def post_times_scores(g):
+    return (lambda q, k, v: (lambda s: (s.softmax(-1) * s) @ v)(sc(q, k))), g.qkv()
+
+
+@form(skip="*")
+def post_talking_heads(g):
+    return (lambda q, k, v, w: torch.einsum("bhmn,hg->bgmn", sc(q, k).softmax(-1), w) @ v), (*g.qkv(), g.r(g.H, g.H))
+
+
+@form(skip="*")
+def pre_talking_heads(g):
+    return (lambda q, k, v, w: torch.einsum("bhmn,hg->bgmn", sc(q, k), w).softmax(-1) @ v), (*g.qkv(), g.r(g.H, g.H))
+
+
+@form(skip="*")
+def talking_heads_linear_cait(g):
+    class A(nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.l, s.w = nn.Linear(g.H, g.H), nn.Linear(g.H, g.H)
+
+        def forward(s, q, k, v):
+            a = sc(q, k)
+            a = s.l(a.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).softmax(-1)
+            a = s.w(a.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            return a @ v
+
+    return g.module(A()), g.qkv()
+
+
+@form(skip="*")
+def talking_heads_conv(g):
+    class A(nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.c = nn.Conv2d(g.H, g.H, 1)
+
+        def forward(s, q, k, v):
+            return s.c(sc(q, k)).softmax(-1) @ v
+
+    return g.module(A()), g.qkv()
+
+
+@form(skip="weights_used")
+def weights_returned(g):
+    return (lambda q, k, v: (lambda p: (p @ v, p))(sc(q, k).softmax(-1))), g.qkv()
+
+
+@form(skip="weights_used")
+def weights_mean_returned(g):
+    return (lambda q, k, v: (lambda p: (p @ v, p.mean(1)))(sc(q, k).softmax(-1))), g.qkv()
+
+
+@form(skip="weights_used")
+def scores_returned(g):
+    return (lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s))(sc(q, k))), g.qkv()
+
+
+@form(skip="weights_used")
+def scores_loss_used(g):
+    return (lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.logsumexp(-1, keepdim=True))(sc(q, k))), g.qkv()
+
+
+@form(skip="weights_used")
+def entropy_of_weights(g):
+    return (lambda q, k, v: (lambda p: (p @ v, -(p * p.log()).sum(-1)))(sc(q, k).softmax(-1))), g.qkv()
+
+
+@form(blocks=1)
+def realformer_residual_scores(g):
+    def fn(q, k, v, q2, k2, v2):
+        s = sc(q, k)
+        a = s.softmax(-1) @ v
+        s2 = sc(q2, k2) + s
+        return a + s2.softmax(-1) @ v2
+
+    return fn, (*g.qkv(), *g.qkv())
+
+
+@form(blocks=2)
+def one_weights_two_values(g):
+    return (lambda q, k, v, w: (lambda p: (p @ v, p @ w))(sc(q, k).softmax(-1))), (*g.qkv(), g.r(g.B, g.H, g.S, 5))
+
+
+@form(blocks=1)
+def weights_returned_and_dropped(g):
+    def inner(q, k, v):
+        p = sc(q, k).softmax(-1)
+        return p @ v, p
+
+    return (lambda q, k, v: inner(q, k, v)[0]), g.qkv()
+
+
+@form()
+def weights_shape_used(g):
+    return (lambda q, k, v: (lambda p: (p @ v) * (p.shape[-1] ** 0.5))(sc(q, k).softmax(-1))), g.qkv()
+
+
+@form(skip="*")
+def differential(g):
+    return (lambda q, k, v, q2, k2: (sc(q, k).softmax(-1) - 0.3 * sc(q2, k2).softmax(-1)) @ v), (*g.qkv(), *g.qkv()[:2])
+
+
+@form(blocks=2)
+def differential_two_values(g):
+    return (lambda q, k, v, q2, k2: sc(q, k).softmax(-1) @ v - 0.3 * (sc(q2, k2).softmax(-1) @ v)), (
+        *g.qkv(),
+        *g.qkv()[:2],
+    )
+
+
+@form(skip="*")
+def softmax_one(g):
+    return (lambda q, k, v: (lambda e: (e / (1 + e.sum(-1, keepdim=True))) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form(skip="*")
+def sinks_gpt_oss(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k)
+        s = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(g.B, -1, g.S, -1)], dim=-1)
+        s = s - s.max(dim=-1, keepdim=True).values
+        p = F.softmax(s, dim=-1, dtype=s.dtype)
+        return p[..., :-1] @ v
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form(skip="*")
+def null_key_cat_scores(g):
+    def fn(q, k, v):
+        p = torch.cat([torch.zeros(g.B, g.H, g.S, 1, dtype=q.dtype), sc(q, k)], -1).softmax(-1)
+        return p[..., 1:] @ v
+
+    return fn, g.qkv()
+
+
+@form(skip="*")
+def two_scores_concatenated(g):
+    def fn(q, k, v, k2, v2):
+        p = torch.cat([sc(q, k), sc(q, k2)], -1).softmax(-1)
+        return p @ torch.cat([v, v2], -2)
+
+    return fn, (*g.qkv(), *g.qkv()[:2])
+
+
+@form(skip="*")
+def weights_sliced_keys(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1)[..., :5] @ v[:, :, :5]), g.qkv()
+
+
+@form(skip="*")
+def weights_sliced_queries(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1)[:, :, 2:5] @ v), g.qkv()
+
+
+@form(skip="*")
+def weights_sliced_heads(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1)[:, 1:3] @ v[:, 1:3]), g.qkv()
+
+
+@form(skip="*")
+def weights_rolled_keys(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1).roll(1, -1) @ v), g.qkv()
+
+
+@form(skip="softmax_axis")
+def over_heads(g):
+    return (lambda q, k, v: sc(q, k).softmax(1) @ v), g.qkv()
+
+
+@form(skip="softmax_axis")
+def over_batch(g):
+    return (lambda q, k, v: sc(q, k).softmax(0) @ v), g.qkv()
+
+
+@form(skip="softmax_axis")
+def over_queries(g):
+    return (lambda q, k, v: sc(q, k).softmax(2) @ v), g.qkv()
+
+
+@form(skip="softmax_axis")
+def slot_attention(g):
+    def fn(q, k, v):
+        p = (k @ q.mT * 0.3).softmax(-1) + 1e-8
+        p = p / p.sum(-2, keepdim=True)
+        return p.mT @ v
+
+    return fn, (g.r(g.B, 5, g.D), g.r(g.B, g.S, g.D), g.r(g.B, g.S, g.D))
+
+
+@form(skip="*")
+def joint_query_key(g):
+    return (lambda q, k, v: sc(q, k).flatten(-2).softmax(-1).view(g.B, g.H, g.S, g.S) @ v), g.qkv()
+
+
+@form(skip="*")
+def sum_over_queries_by_hand(g):
+    return (lambda q, k, v: (lambda e: (e / e.sum(-2, keepdim=True)) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form(skip="*")
+def sum_over_both_by_hand(g):
+    return (lambda q, k, v: (lambda e: (e / e.sum((-2, -1), keepdim=True)) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form(skip="*")
+def double_softmax(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1).softmax(-1) @ v), g.qkv()
+
+
+@form(skip="*")
+def sinkhorn_twice(g):
+    return (lambda q, k, v: (sc(q, k).softmax(-1) * sc(q, k).softmax(-2)) @ v), g.qkv()
+
+
+@form(skip="*")
+def linear_attention_softmax_features(g):
+    return (lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v)), g.qkv()
+
+
+@form(skip="*")
+def linear_attention_elu(g):
+    return (lambda q, k, v: (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v)), g.qkv()
+
+
+@form(skip="*")
+def efficient_attention_softmax_k(g):
+    return (
+        lambda q, k, v: torch.einsum(
+            "bhde,bhnd->bhne", torch.einsum("bhnd,bhne->bhde", k.softmax(dim=-2), v), q.softmax(-1)
+        )
+    ), g.qkv()
+
+
+@form(skip="*")
+def performer_features(g):
+    def fn(q, k, v, w):
+        def f(t):
+            return torch.exp(t @ w - (t**2).sum(-1, keepdim=True) / 2)
+
+        q, k = f(q), f(k)
+        return (q @ (k.mT @ v)) / (q @ k.sum(-2)[..., None])
+
+    return fn, (*g.qkv(), g.r(g.D, 6))
+
+
+@form(skip="*")
+def retention_decay(g):
+    return (lambda q, k, v: (sc(q, k) * torch.exp(-torch.arange(g.S).to(q.dtype))) @ v), g.qkv()
+
+
+@form(skip="*")
+def sigmoid_attention(g):
+    return (lambda q, k, v: torch.sigmoid(sc(q, k)) @ v), g.qkv()
+
+
+@form(skip="*")
+def relu_attention(g):
+    return (lambda q, k, v: F.relu(sc(q, k)).div(g.S) @ v), g.qkv()
+
+
+@form(blocks=1)
+def attention_pooling_scores_linear(g):
+    # softmax(w x) : the query is a vector, scores = x @ w
+    return (lambda x, w: (x @ w).softmax(1).mT @ x), (g.r(g.B, g.S, g.D), g.r(g.D, 1))
+
+
+@form()
+def attention_pooling_learned_query(g):
+    return (
+        lambda x, qq: torch.einsum("bn,bnd->bd", (torch.einsum("d,bnd->bn", qq, x) / math.sqrt(g.D)).softmax(-1), x)
+    ), (g.r(g.B, g.S, g.D), g.r(g.D))
+
+
+@form(skip="*")
+def bahdanau_additive(g):
+    return (lambda q, k, v, w: (torch.tanh(q[:, :, None] + k[:, None]) @ w).softmax(-1) @ v), (
+        g.r(g.B, g.S, g.D),
+        g.r(g.B, g.S, g.D),
+        g.r(g.B, g.S, g.D),
+        g.r(g.D),
+    )
+
+
+@form()
+def luong_dot_bmm(g):
+    return (
+        lambda q, k: torch.bmm(F.softmax(torch.bmm(k, q.unsqueeze(2)).squeeze(2), dim=1).unsqueeze(1), k).squeeze(1)
+    ), (g.r(g.B, g.D), g.r(g.B, g.S, g.D))
+
+
+@form()
+def perceiver_latents(g):
+    return (lambda z, x, wq, wk, wv: (sc(z @ wq, x @ wk)).softmax(-1) @ (x @ wv)), (
+        g.r(5, g.D),
+        g.r(g.B, 17, 6),
+        g.w(g.D, g.D),
+        g.w(6, g.D),
+        g.w(6, g.D),
+    )
+
+
+@form()
+def set_transformer_pma(g):
+    def fn(s, x):
+        q = torch.cat(s.repeat(g.B, 1, 1).split(2, 2), 0)
+        k = torch.cat(x.split(2, 2), 0)
+        a = torch.softmax(q.bmm(k.transpose(1, 2)) / math.sqrt(g.D), 2)
+        return torch.cat((q + a.bmm(k)).split(g.B, 0), 2)
+
+    return fn, (g.r(1, 3, g.D), g.r(g.B, g.S, g.D))
+
+
+@form(skip="*")
+def router_softmax_no_values(g):
+    return (lambda x, w: (x @ w).softmax(-1).topk(2)[0]), (g.r(g.B, g.S, g.D), g.r(g.D, 4))
+
+
+@form(skip="*")
+def classifier_softmax(g):
+    return (lambda x, w: (x @ w).softmax(-1)), (g.r(g.B, g.S, g.D), g.r(g.D, 4))
+
+
+@form()
+def hopfield_soft_codebook(g):
+    return (lambda x, e: (x @ e.t() * 4.0).softmax(-1) @ e), (g.r(g.B, g.S, g.D), g.r(17, g.D))
+
+
+@form(blocks=1)
+def moe_soft_dispatch(g):
+    return (lambda x, p: torch.einsum("bnes,bnd->besd", torch.einsum("bnd,esd->bnes", x, p).softmax(1), x)), (
+        g.r(g.B, g.S, g.D),
+        g.r(3, 2, g.D),
+    )
+
+
+@form(blocks=1)
+def transfer_q_is_softmaxed_twice_v(g):
+    return (lambda q, k, v: (sc(q, k).softmax(-1) @ v.softmax(-1)).softmax(-1) @ v.mT), g.qkv()

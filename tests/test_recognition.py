@@ -1,0 +1,315 @@
+"""Attention as people write it: every form gives eager's output and gradients, and exactly its blocks are rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+from forms import FORMS, Form, check, make
+from forms.registry import NEG, Gen, compiled, sc, step
+
+from torchflash import SKIP_CODES, Rewritten, Skipped
+from torchflash.backend import torchflash
+
+# needs kernels that PyTorch lacks in bfloat16 on the CPU, or is itself wrong by more than the budget there
+NOT_IN_BF16 = {"cdist_attention", "distance_cdist_bias", "performer_features", "interpolated_bias"}
+
+
+def sample(step: int, start: int = 0, without: set[str] | frozenset[str] = frozenset()) -> list[Any]:
+    """All forms; all but every `step`-th only where slow tests are asked for."""
+    chosen = [n for n in FORMS if n not in without]
+    return [pytest.param(n, marks=() if i % step == start else pytest.mark.slow) for i, n in enumerate(chosen)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_trains(name: str) -> None:
+    check(FORMS[name], train=True)
+
+
+@pytest.mark.parametrize("name", sample(5))
+def test_infers(name: str) -> None:
+    check(FORMS[name], train=False)
+
+
+@pytest.mark.parametrize("name", sample(9, without=NOT_IN_BF16))
+def test_trains_in_bfloat16(name: str) -> None:
+    check(FORMS[name], train=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", sample(12, start=5))
+def test_trains_with_dynamic_shapes(name: str) -> None:
+    check(FORMS[name], train=True, dynamic=True)
+
+
+@pytest.mark.parametrize("name", sample(60, start=3))
+def test_trains_through_inductor(name: str) -> None:
+    check(FORMS[name], train=True, inner="inductor")
+
+
+ANY_LENGTH = ["scale_log_n", "nanogpt", "gpt1_mul_mask", "causal_triu_inf_added",
+              "causal_xtransformers", "padding_bert_extended", "padding_lengths_in_graph",
+              "by_hand_max_values", "deferred_division", "softcap", "qkv_timm", "relative_any_length"]  # fmt: skip
+
+
+def relative_any_length(g: Gen) -> Any:
+    def fn(q: Any, k: Any, v: Any, table: Any) -> Any:
+        i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
+        return (sc(q, k) + table[:, (j - i).clamp(-5, 5) + 5]).masked_fill(j > i, NEG).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(g.H, 11))
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_one_graph_for_every_length(name: str) -> None:
+    f = FORMS.get(name) or Form(name, relative_any_length)
+    fn, _ = make(f)
+    run = compiled(f, fn, dynamic=True)
+    for length in (13, 24, 7, 31):
+        _, inputs = make(f, S=length)
+        got, want = step(run, fn, inputs, True), step(fn, fn, inputs, True)
+        for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+    assert torch._dynamo.utils.counters["torchflash"]["rewritten"] == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ goldens
+
+
+def records(name: str, **options: Any) -> list[Rewritten | Skipped]:
+    f = FORMS[name]
+    fn, inputs = make(f)
+    torch._dynamo.reset()
+    torch.compile(fn, backend="torchflash", options={"torchflash.inner": "aot_eager"}, **options)(*inputs)
+    return list(torchflash.report)
+
+
+def programs(*names: str, **options: Any) -> str:
+    lines = []
+    for name in names:
+        for r in records(name, **options):
+            assert isinstance(r, Rewritten), r
+            parts = [("score", r.score), ("keep ", r.keep), ("post ", "" if r.post == "p" else r.post)]
+            lines += [name] + [f"    {what} {text}" for what, text in parts if text]
+    return "\n".join(lines) + "\n"
+
+
+class TestPrograms(expecttest.TestCase):
+    def test_masks(self) -> None:
+        self.assertExpectedInline(
+            programs("nanogpt", "gpt1_mul_mask_in_graph", "causal_triu_inf_added", "causal_fairseq_fill_with_neg_inf",
+                     "causal_xtransformers", "padding_bert_extended", "padding_and_causal_llama",
+                     "sliding_window_gemma", "documents_cumsum_eos", "dilated", "prefix_or", "mask_two_of_them"),
+            """\
+nanogpt
+    score where(t0[0, 0, m, n] == 0.0, -inf, 0.35355339059327373 * s)
+gpt1_mul_mask_in_graph
+    score x0 = n <= m; 0.35355339059327373 * s * where(x0, 1.0, 0.0) - where(x0, 0.0, 10000.0)
+causal_triu_inf_added
+    score 0.35355339059327373 * s + where(n >= m + 1, -inf, 0.0)
+    keep  n < m + 1
+causal_fairseq_fill_with_neg_inf
+    score 0.35355339059327373 * s + where(n >= m + 1, -inf, 0.0)
+    keep  n < m + 1
+causal_xtransformers
+    score where(n >= m + 5, -3.4028234663852886e+38, 0.35355339059327373 * s)
+    keep  n < m + 5
+padding_bert_extended
+    score 0.35355339059327373 * s + t0[b, 0, 0, n]
+padding_and_causal_llama
+    score x0 = m + 1; x1 = where(n >= x0, -3.4028234663852886e+38, 0.0); 0.35355339059327373 * s + where((x1 + t0[b, 0, 0, n] == 0.0) & (n < x0) & t1[b, 0, 0, n], -3.4028234663852886e+38, x1)
+    keep  x0 = m + 1; x1 = n < x0; ~((where(n >= x0, -3.4028234663852886e+38, 0.0) + t0[b, 0, 0, n] == 0.0) & x1 & t1[b, 0, 0, n]) & x1
+sliding_window_gemma
+    score 0.35355339059327373 * s + where(n <= m - 4, -3.4028234663852886e+38, where(n >= m + 1, -3.4028234663852886e+38, 0.0))
+    keep  (n > m - 4) & (n < m + 1)
+documents_cumsum_eos
+    score where((t0[b, m] == t0[b, n]) & (m >= n), 0.35355339059327373 * s, -3.4028234663852886e+38)
+    keep  (t0[b, m] == t0[b, n]) & (m >= n)
+dilated
+    score x0 = m - n; where((x0 % 3 != 0) | (x0 < 0), -inf, 0.35355339059327373 * s)
+    keep  x0 = m - n; ~((x0 % 3 != 0) | (x0 < 0))
+prefix_or
+    score where((n <= m) | t0[b, n], 0.35355339059327373 * s, -inf)
+    keep  (n <= m) | t0[b, n]
+mask_two_of_them
+    score where(t0[b, n], -inf, 0.35355339059327373 * s) + t1[m, n]
+""",  # noqa: E501
+        )  # fmt: skip
+
+    def test_biases(self) -> None:
+        self.assertExpectedInline(
+            programs("alibi_buffer", "alibi_bloom_build", "t5_buckets", "relative_table_clamped", "swinv2_cosine",
+                     "swin_bias_and_shift_mask", "maxvit_table_2d", "forgetting_transformer", "softcap"),
+            """\
+alibi_buffer
+    score where(n >= m + 1, -inf, 0.35355339059327373 * s + t0[h, 0, n])
+    keep  n < m + 1
+alibi_bloom_build
+    score t0[h // 4, h % 4, n] + 0.3 * s + where(n >= m + 1, -3.4028234663852886e+38, 0.0)
+    keep  n < m + 1
+t5_buckets
+    score s + t0[h, n + 12 - m]
+relative_table_clamped
+    score 0.35355339059327373 * s + t0[h, n + 12 - m]
+swinv2_cosine
+    score s * t0[h, 0, 0] + t1[0, h, m, n]
+swin_bias_and_shift_mask
+    score x0 = t0[m, n]; s + t1[where(x0 < 0, x0 + 49, x0), h] + t2[b % 4, m, n]
+maxvit_table_2d
+    score 0.35355339059327373 * s + t0[h, m // 3 + 2 - n // 3, m % 3 + 2 - n % 3]
+forgetting_transformer
+    score where(n >= m + 1, -inf, 0.35355339059327373 * s + t0[b, h, m] - t0[b, h, n])
+    keep  n < m + 1
+softcap
+    score 5.0 * tanh(0.07071067811865475 * s)
+""",
+        )  # fmt: skip
+
+    def test_axes(self) -> None:
+        self.assertExpectedInline(
+            programs("gqa_grouped_einsum", "gqa_fold_groups_into_rows_causal", "mqa_gpt_bigcode", "einsum_heads_last",
+                     "transposed_everything", "esm_tied_row_attention", "mask_cat_causal_blocks"),
+            """\
+gqa_grouped_einsum
+    score 0.3 * s
+gqa_fold_groups_into_rows_causal
+    score where(n >= m % 13 + 1, -inf, 0.3 * s)
+    keep  n < m % 13 + 1
+mqa_gpt_bigcode
+    score where(n <= m // 4, 0.3 * s, -3.4028234663852886e+38)
+    keep  n <= m // 4
+einsum_heads_last
+    score 0.3 * s
+transposed_everything
+    score 0.3 * s
+esm_tied_row_attention
+    score 0.1 * s
+mask_cat_causal_blocks
+    score where(where(n < 4, False, n - 4 >= m + 1), -inf, 0.35355339059327373 * s)
+    keep  ~where(n < 4, False, n - 4 >= m + 1)
+""",
+        )  # fmt: skip
+
+    def test_softmaxes(self) -> None:
+        self.assertExpectedInline(
+            programs("by_hand_exp_where_zero_causal", "by_hand_logsumexp", "deferred_division_max",
+                     "cogview_pb_relax_detach_masked", "post_mask_again_fill", "post_isnan_masked_fill",
+                     "dropout_then_mask_gate"),
+            """\
+by_hand_exp_where_zero_causal
+    score where(n <= m, 0.35355339059327373 * s, -inf)
+    keep  n <= m
+by_hand_logsumexp
+    score 0.35355339059327373 * s
+deferred_division_max
+    score 0.35355339059327373 * s
+cogview_pb_relax_detach_masked
+    score 32.0 * where(t0[b, 0, 0, n], s, -3.4028234663852886e+38)
+post_mask_again_fill
+    score where(t0[b, 0, m, n], 0.35355339059327373 * s, -1000000000.0)
+    post  where(t0[b, 0, m, n], p, 0.0)
+post_isnan_masked_fill
+    score where(t0[b, n], 0.35355339059327373 * s, -inf)
+    post  nan_to_num(p)
+dropout_then_mask_gate
+    score 0.35355339059327373 * s
+    post  p * t0[h, 0, 0]
+""",
+        )  # fmt: skip
+
+    def test_dynamic(self) -> None:
+        self.assertExpectedInline(
+            programs("nanogpt", "t5_buckets", "qkv_timm", "causal_xtransformers", dynamic=True),
+            """\
+nanogpt
+    score where(t0[0, 0, m, n] == 0.0, -inf, s * (1.0 / sqrt(float(32 // z0))))
+t5_buckets
+    score s + t0[h, n + z0 - m - 1]
+qkv_timm
+    score s / sqrt(float(32 // z0))
+causal_xtransformers
+    score where(n >= m + z0 + 1 - z1, -3.4028234663852886e+38, s / sqrt(float(z2)))
+    keep  n < m + z0 + 1 - z1
+""",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ reasons
+
+
+def too_complex(g: Gen) -> Any:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k)
+        for i in range(45):
+            s = torch.tanh(s * (1.0 + i)) + torch.sin(s * (2.0 + i)) + s
+        return s.softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+def on_another_device(g: Gen) -> Any:
+    return (lambda q, k, v: sc(q, k).softmax(-1) @ v), [x.to("meta") for x in g.qkv()]
+
+
+# a form for every reason that a graph can give; `mismatch` and `internal` need a fault of our own
+REASONS: dict[str, str | Form] = {
+    "no_scores": "cdist_attention",
+    "no_values": "router_softmax_no_values",
+    "weights_used": "weights_mean_returned",
+    "softmax_axis": "over_heads",
+    "several_contractions": "shaw",
+    "several_softmaxes": "differential",
+    "denominator": "softmax_one",
+    "nonlinear_weights": "post_square",
+    "layout": "weights_sliced_queries",
+    "transform": "vmapped_mask",
+    "dtype": "float64_scores",
+    "device": Form("on_another_device", on_another_device),
+    "mutation": "inplace_through_view",
+    "unknown_op": "scores_atan",
+    "too_complex": Form("too_complex", too_complex),
+}
+
+
+def reason(code: str) -> str:
+    chosen = REASONS[code]
+    name = chosen if isinstance(chosen, str) else chosen.name
+    if isinstance(chosen, Form):
+        FORMS[name] = chosen
+    try:
+        found = [r for r in records(name) if isinstance(r, Skipped)]
+    finally:
+        if isinstance(chosen, Form):
+            del FORMS[name]
+    assert code in [r.code for r in found], found
+    return f"{code}: {next(r.reason for r in found if r.code == code)}\n"
+
+
+class TestReasons(expecttest.TestCase):
+    def test_each_code_has_a_form(self) -> None:
+        self.assertEqual(set(REASONS), set(SKIP_CODES) - {"mismatch", "internal"})
+
+    def test_reasons(self) -> None:
+        self.assertExpectedInline("".join(reason(code) for code in REASONS), """\
+no_scores: what is normalised is not a contraction of queries with keys
+no_values: the result is not contracted with values
+weights_used: the scores or weights are used by mean
+softmax_axis: normalised over dim 1, which is not the one contracted with the values
+several_contractions: the scores add another contraction (einsum)
+several_softmaxes: the values are contracted with a mixture of 2 softmaxes
+denominator: the normaliser is not the plain sum of the exponentials
+nonlinear_weights: what follows the softmax is not linear in it: p * p
+layout: an operand is not indexed by whole axes
+dtype: computed in float64
+device: runs on meta
+mutation: the scores are written in place through a view of them
+unknown_op: the reader does not know atan of the scores
+too_complex: the score program has 319 operations; at most 256
+""")
+
+    def test_the_report_says_where(self) -> None:
+        (record,) = records("over_heads")
+        assert isinstance(record, Skipped)
+        self.assertRegex(record.source, r"softmaxes\.py:\d+$")
+        self.assertIn("check `dim`", str(record))
