@@ -1,0 +1,205 @@
+"""Writes in place: eager's values always; rewritten where it can be told what every tensor holds when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from forms import Form, check
+from forms.registry import NEG, Gen, sc
+
+
+def run(fn: Callable[..., Any], *inputs: Any, blocks: int = 1, skip: str = "", train: bool = True) -> None:
+    check(Form(fn.__name__, lambda g: (fn, inputs), 0 if skip else blocks, skip), train=train)
+
+
+def qkv() -> tuple[Any, ...]:
+    return Gen().qkv()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda s: s.mul_(0.5),
+        lambda s: s.add_(1.0).mul_(0.5),
+        lambda s: s.masked_fill_(torch.ones(13, 13).triu(1).bool(), NEG),
+        lambda s: s.clamp_(-1.0, 1.0),
+        lambda s: s.tanh_(),
+    ],
+    ids=["mul", "chain", "masked_fill", "clamp", "tanh"],
+)
+@pytest.mark.parametrize("train", [False, True], ids=["infer", "train"])
+def test_scores_written_by_one_call(write: Callable[[Any], Any], train: bool) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        return write(sc(q, k) * 1.0).softmax(-1) @ v
+
+    run(fn, *qkv(), train=train)
+
+
+def test_statement_spellings() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = q @ k.mT
+        s *= 0.3
+        s += 1.0
+        s -= 0.5
+        s /= 2.0
+        return s.softmax(-1) @ v
+
+    run(fn, *qkv())
+
+
+def test_the_name_from_before_the_write_sees_it() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k)
+        t = s
+        t.mul_(3.0)
+        return s.softmax(-1) @ v
+
+    run(fn, *qkv())
+
+
+def test_a_copy_from_before_the_write_does_not() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k)
+        t = s.clone()
+        s.mul_(3.0)
+        return t.softmax(-1) @ v + s.sum(-1, keepdim=True)
+
+    run(fn, *qkv(), skip="*")
+
+
+def test_scores_partly_written_are_left_alone() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k) * 1.0
+        s[..., 1:3].mul_(3.0)
+        return s.softmax(-1) @ v
+
+    run(fn, *qkv(), skip="*")
+
+
+def test_scores_written_through_a_view() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k) * 1.0
+        s.transpose(-1, -2).masked_fill_(torch.ones(13, 13).tril(-1).bool(), NEG)
+        return s.softmax(-1) @ v
+
+    run(fn, *qkv(), skip="*")
+
+
+def test_scores_written_after_the_softmax() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k) * 1.0
+        p = s.softmax(-1)
+        s.zero_()
+        return p @ v
+
+    run(fn, *qkv())
+
+
+def test_weights_written() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        p = sc(q, k).softmax(-1) * 1.0
+        p.masked_fill_(torch.ones(13, 13).triu(1).bool(), 0.0)
+        return p @ v
+
+    run(fn, *qkv())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=["bool", "float"])
+@pytest.mark.parametrize(
+    "key", [(..., 2), (slice(None), slice(3, 6)), (slice(-4, -1),), (0,), (slice(None), 0)], ids=str
+)
+def test_masks_made_by_assignment(dtype: torch.dtype, key: Any) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        mask = torch.zeros(13, 13, dtype=dtype)
+        mask[key] = 1
+        s = sc(q, k)
+        return (s.masked_fill(mask, -5.0) if dtype == torch.bool else s + mask).softmax(-1) @ v
+
+    run(fn, *qkv())
+
+
+def test_a_given_mask_copied_and_written() -> None:
+    def fn(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        mask = mask.clone()
+        mask[..., 2] = False
+        mask[:, :, 0] = True
+        return sc(q, k).masked_fill(mask, -5.0).softmax(-1) @ v
+
+    run(fn, *qkv(), Gen().keep(2, 1, 13, 13))
+
+
+def test_a_mask_written_between_two_blocks() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        mask = torch.zeros(13, 13)
+        a = (sc(q, k) + mask).softmax(-1) @ v
+        mask[:, 3:] = -3.0
+        b = (sc(k, q) + mask).softmax(-1) @ v
+        mask.fill_(1.0)
+        return a, b, mask
+
+    run(fn, *qkv(), blocks=2)
+
+
+def test_a_given_mask_written_after_its_block() -> None:
+    def fn(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        out = (sc(q, k) + mask).softmax(-1) @ v
+        mask.add_(1.0)
+        return out, mask * 2
+
+    run(fn, *qkv(), Gen().r(13, 13, grad=False))
+
+
+def test_a_cache_written_before_and_after() -> None:
+    def fn(q: Any, k: Any, v: Any, cache: Any) -> Any:
+        cache = cache.clone()
+        cache[:, :, 4:] = k
+        out = sc(q, cache).softmax(-1) @ torch.cat([v, v[:, :, :4]], 2)
+        return out, cache
+
+    run(fn, *qkv(), Gen().r(2, 4, 17, 8))
+
+
+def test_values_written_between_softmax_and_product() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        v = v * 1.0
+        p = sc(q, k).softmax(-1)
+        v[:, :, 3] = 0.0
+        return p @ v
+
+    run(fn, *qkv())
+
+
+def test_queries_written_between_scores_and_product() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        q = q * 1.0
+        s = sc(q, k)
+        q.mul_(0.0)
+        return s.softmax(-1) @ v, q
+
+    run(fn, *(t.detach() for t in qkv()), skip="mutation", train=False)
+
+
+def test_outputs_written() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        out = sc(q, k).softmax(-1) @ v
+        out[..., 0] = 1.0
+        out.mul_(2.0)
+        return out
+
+    run(fn, *qkv())
+
+
+def test_inputs_written_are_written() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        q.mul_(0.3)
+        return (q @ k.mT).softmax(-1) @ v
+
+    inputs = [t.detach() for t in qkv()]
+    once, twice = [t.clone() for t in inputs], [t.clone() for t in inputs]
+    torch._dynamo.reset()
+    out = torch.compile(fn, backend="torchflash", options={"torchflash.inner": "aot_eager"})(*once)
+    torch.testing.assert_close(out, fn(*twice))
+    torch.testing.assert_close(once, twice)
