@@ -256,8 +256,10 @@ def backward(
 def exact_delta(problem: Problem, need: Sequence[bool]) -> bool:
     """Whether delta must be Σ_n p dp of the very p and dp that are used, not Σ_d do · out: then Σ_n dx is 0 to
     rounding, as in eager attention, instead of off by one error in a whole row, which adds up in the gradient of a
-    captured scalar. Costs another pass; in half precision the rounding of the operands hides it."""
-    return any(need) and problem.v.dtype == torch.float32
+    captured scalar and is all there is in rows of a single weight. Costs another pass; in half precision and in TF32
+    the rounding of the operands hides it."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return problem.v.dtype == torch.float32 and (exact or any(need))
 
 
 def _weights(tile: Tile, do_rows: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -40,7 +40,7 @@ HUGE = 1e30  # no score is this large: adding one to a larger fill does not chan
 class Programs:
     """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes and tables it captures; every node that is
     read for them, and since which position in the graph it holds what was read; the size symbols the operator is
-    given."""
+    given; and whether a gradient reaches queries and keys at all."""
 
     score: Expr
     keep: Expr | None
@@ -49,6 +49,7 @@ class Programs:
     captures: tuple[Node | Table, ...]
     reads: tuple[tuple[Node, int], ...]
     sizes: tuple[Index, ...]
+    differentiates_scores: bool
 
 
 def programs(r: Reader, block: Attention) -> Programs | Failure:
@@ -85,7 +86,14 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     if too_large:
         return Failure("too_complex", f"the score program has {too_large}", block.softmax)
     assert final[0] is not None and final[2] is not None
-    return Programs(final[0], final[1], fill, final[2], captures, reads, symbols)
+    return Programs(final[0], final[1], fill, final[2], captures, reads, symbols, _reaches_scores(final[0], captures))
+
+
+def _reaches_scores(e: Expr, captures: Sequence[Node | Table]) -> bool:
+    """Whether a gradient of the score program reaches the dot product."""
+    tensors = [None if isinstance(c, Table) else tensor(c) for c in captures]
+    kinds = {f"t{i}": "f" if t is None else score.capture_kinds([t])["t0"] for i, t in enumerate(tensors)}
+    return name("s") in score.vjp(e, kinds)
 
 
 # --------------------------------------------------------------------------------------------------- load or compute

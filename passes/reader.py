@@ -92,6 +92,7 @@ class Reader:
     def __init__(self, graph: Graph) -> None:
         self.versions = Versions(graph)
         self.cut = gradient_cuts(graph)
+        self.transformed = transformed(graph)
         self.held: dict[str, tuple[Node, int]] = {}
         self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}
         self._memo: dict[tuple[Node, Indices], Expr] = {}
@@ -247,6 +248,17 @@ def batched(x: Node) -> bool:
     """Whether a node's tensor is one lane of torch.func.vmap."""
     t = tensor(x)
     return t is not None and torch._C._functorch.is_batchedtensor(t)
+
+
+def transformed(graph: Graph) -> frozenset[Node]:
+    """The nodes that run inside a transform of torch.func (vmap, grad, jvp …), on its wrapped tensors."""
+    depth, found = 0, set()
+    for node in graph.nodes:
+        text = getattr(node.target, "__name__", "")
+        depth += text.endswith("_increment_nesting") - text.endswith("_decrement_nesting")
+        if depth > 0:
+            found.add(node)
+    return frozenset(found)
 
 
 def _small(e: Expr) -> bool:

@@ -130,6 +130,8 @@ def _emit(
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
     k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), block.qk_dtype)
     v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype)
+    if not programs.differentiates_scores:  # no gradient reaches the queries and keys, and none is written for them
+        q, k = (out.method("detach", x) for x in (q, k))
     device = tensor(block.root).device  # type: ignore[union-attr]
     captures = []
     for c in programs.captures:

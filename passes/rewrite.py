@@ -107,8 +107,8 @@ def _candidates(
 
 
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
-    if batched(root):
-        return Failure("layout", "inside torch.func.vmap, whose tensors hide an axis", root)
+    if batched(root) or root in r.transformed:
+        return Failure("transform", "inside a function transform of torch.func", root)
     block = prove(r, root, probabilities)
     if not isinstance(block, Attention):
         return block

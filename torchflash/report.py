@@ -27,6 +27,7 @@ SKIP_CODES: dict[str, str] = {
     "denominator": "the weights are not divided by exactly their sum over the keys; not supported yet",
     "nonlinear_weights": "what follows the softmax is not linear in the probabilities; apply it to the output instead",
     "layout": "the axes cannot be arranged as batch, heads, queries, keys; keep one axis for each",
+    "transform": "runs inside torch.func.vmap, grad or jvp; write the extra axis out, or differentiate outside",
     "dtype": "only float16, bfloat16 and float32 are supported; cast q, k and v",
     "device": "only cpu and cuda tensors are supported; move q, k and v",
     "mutation": "a tensor on the way is written in place in a way that cannot be resolved; write out of place",
