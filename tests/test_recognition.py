@@ -301,6 +301,7 @@ several_softmaxes: the values are contracted with a mixture of 2 softmaxes
 denominator: the normaliser is not the plain sum of the exponentials
 nonlinear_weights: what follows the softmax is not linear in it: p * p
 layout: an operand is not indexed by whole axes
+transform: inside a function transform of torch.func
 dtype: computed in float64
 device: runs on meta
 mutation: the scores are written in place through a view of them
