@@ -70,8 +70,14 @@ class Emitter:
         with self.graph.inserting_before(self.at):
             node = self.graph.create_node(op, target, args, kwargs)
         self.nodes.append(node)
-        with self.mode:
+        # without a graph of its own: the user's hooks on saved tensors (checkpointing) must not see this
+        with self.mode, torch.no_grad():
             fake = f(*map_arg(args, value), **kwargs)
+        result = fake[0] if isinstance(fake, tuple) else fake
+        if isinstance(result, torch.Tensor) and result.dtype.is_floating_point and torch.is_grad_enabled():
+            inputs = torch.utils._pytree.tree_leaves([value(a) for a in node.all_input_nodes])
+            needs = any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
+            result.requires_grad_(needs and target != "detach")
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.at.meta:
                 node.meta[key] = self.at.meta[key]

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import torchflash.kernels  # noqa: F401  (registers the operator)
+from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, prove
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
@@ -94,6 +95,8 @@ def _candidates(
             continue
         try:
             found = _candidate(r, root, probabilities)
+        except ix.NotInteger as e:
+            found = Failure("layout", f"the score language has no words for the size {e}", root)
         except Exception as e:
             log.exception("torchflash: internal error at %s, left alone", root.name)
             found = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", root)

@@ -328,3 +328,17 @@ def test_rewrite_says_what_it_takes():
         torchflash.rewrite(Model())
     with pytest.raises(ValueError, match=r"needs a graph whose nodes carry .*'x' has neither"):
         torchflash.rewrite(torch.fx.symbolic_trace(lambda x: x.softmax(-1)))
+
+
+def test_compiling_is_invisible_to_hooks_on_saved_tensors():
+    """The first call compiles inside a checkpoint, which counts what is saved."""
+
+    def attention(q, k, v):
+        return ((q @ k.mT) * 0.3).softmax(-1) @ v
+
+    inputs = [torch.randn(2, 2, 8, 4, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(attention, backend="torchflash", options={"torchflash.inner": "aot_eager"})
+    checkpoint(compiled, *inputs, use_reentrant=False).sum().backward()
+    expected = torch.autograd.grad(attention(*inputs).sum(), inputs)
+    for x, g in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad, g)

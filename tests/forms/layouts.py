@@ -760,7 +760,6 @@ def output_view_after(g):
     return (lambda q, k, v: (sc(q, k).softmax(-1) @ v).view(g.B * g.H, g.S * g.D)), g.qkv()
 
 
-
 @form()
 def output_inplace_after(g):
     return (lambda q, k, v: (sc(q, k).softmax(-1) @ v).add_(1.0).mul_(2.0)), g.qkv()

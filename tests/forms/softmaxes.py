@@ -193,7 +193,6 @@ def deferred_division_bmhd(g):
     ), g.bsd()
 
 
-
 @form(skip="*")
 def deferred_ones_column(g):
     def fn(q, k, v):
@@ -240,7 +239,6 @@ def cogview_pb_relax_detach_masked(g):
         return ((s - s.amax(dim=-1, keepdim=True).detach()) * alpha).softmax(-1) @ v
 
     return fn, (*g.qkv(), g.keep(g.B, 1, 1, g.S))
-
 
 
 @form(skip="*")
@@ -849,3 +847,13 @@ def moe_soft_dispatch(g):
 @form(blocks=1)
 def transfer_q_is_softmaxed_twice_v(g):
     return (lambda q, k, v: (sc(q, k).softmax(-1) @ v.softmax(-1)).softmax(-1) @ v.mT), g.qkv()
+
+
+@form()
+def cogview_pb_relax_whole_row(g):
+    def fn(q, k, v, m):
+        s = (q / (32 * math.sqrt(g.D))) @ k.transpose(-1, -2)
+        s = s.masked_fill(~m[:, None, None], -torch.finfo(s.dtype).max)
+        return ((s - s.amax(dim=-1, keepdim=True).detach()) * 32).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True))
