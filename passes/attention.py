@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torchflash import score
 from torchflash.passes import index as ix
@@ -271,13 +273,26 @@ def _whole(o: Operand) -> bool:
     assert t is not None
     used: list[Index] = []
     for i, size in zip(o.index, ix.shape_of(t), strict=True):
-        if ix.is_axis(i) and ix.axis_size(i) == size:
+        if ix.is_axis(i) and _equal(t, ix.axis_size(i), size):
             used.append(i)
-        elif (g := _group(i)) is not None and ix.sympy.expand(size * g[1] - ix.axis_size(g[0])) == 0:
+        elif (g := _group(i)) is not None and _equal(t, ix.axis_size(g[0]), size * g[1]):
             used.append(g[0])
         elif i != 0 or size != 1:
             return False
     return len(set(used)) == len(used)
+
+
+def _equal(t: torch.Tensor, a: Index, b: Index) -> bool:
+    """Whether two sizes are equal; of symbolic ones that only are so for this trace, under a guard."""
+    difference = ix.sympy.expand(a - b)
+    if difference.is_number:
+        return bool(difference == 0)
+    sizes: tuple[Any, ...] = tuple(t.shape)
+    environment = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
+    try:
+        return environment is not None and bool(environment.evaluate_expr(ix.sympy.Eq(a, b)))
+    except GuardOnDataDependentSymNode:
+        return False
 
 
 def _group(i: Index) -> tuple[Index, Index] | None:

@@ -205,7 +205,7 @@ by_hand_logsumexp
 deferred_division_max
     score 0.35355339059327373 * s
 cogview_pb_relax_detach_masked
-    score 32.0 * where(t0[b, 0, 0, n], s, -3.4028234663852886e+38)
+    score 32.0 * where(t0[b, 0, 0, n], s, -9.375e+36)
 post_mask_again_fill
     score where(t0[b, 0, m, n], 0.35355339059327373 * s, -1000000000.0)
     post  where(t0[b, 0, m, n], p, 0.0)

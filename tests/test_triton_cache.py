@@ -66,4 +66,4 @@ def test_two_programs_over_one_shared_disk_cache(tmp_path):
         assert done.returncode == 0, done.stderr
         seen.append(done.stdout)
     assert seen[0] == seen[2] == seen[1].replace("0.75", "0.25")
-    assert seen[0].count("0.25") == seen[1].count("0.75") == 3 and "0.25" not in seen[1]
+    assert seen[0].count("0.25") == seen[1].count("0.75") >= 3 and "0.25" not in seen[1]
