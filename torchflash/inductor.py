@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from torchflash import __version__
 from torchflash.options import Options
@@ -41,6 +42,10 @@ def compile_by_inductor(
 
     tag = cache_tag(options)
     if has_half_extremum(gm):
+        device = _device(example_inputs)
+        if device is not None and device.type == "cpu" and TorchVersion(torch.__version__) < "2.13":
+            # there Inductor's C++ drops the casts again
+            return torch._dynamo.lookup_backend("aot_eager")(gm, list(example_inputs))
         patches = {"emulate_precision_casts": True, **patches}
     if not gate_attention_fuser(_device(example_inputs)):
         patches = {**patches, **_without_pattern_passes(patches)}
