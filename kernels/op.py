@@ -4,7 +4,7 @@
 
 q [B, H, M, D], k [B, Hk, N, D], v [B, Hv, N, Dv] with any strides; head h of q uses head h // (H // Hk) of k and h //
 (H // Hv) of v. `score`, `keep` and `post` are programs (torchflash/score.py) over the `captures` t0 t1 … and `sizes`
-z0 z1 ….
+z0 z1 …. `tuning` says how to run, not what to compute (torchflash/kernels/tuning.py); "" leaves it to us.
 
 Strides of the results, the same for real and fake tensors:
     out        [B, H, M, Dv] contiguous ("bhmd"), or contiguous as [B, M, H, Dv] and viewed as [B, H, M, Dv] ("bmhd")
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchflash.kernels import program as programs
 from torchflash.kernels import reference
+from torchflash.kernels import tuning as tunings
 
 LAYOUTS = ("bhmd", "bmhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -32,13 +33,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 library = torch.library.Library("torchflash", "DEF")
 library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str score, str keep, float fill, "
-    "str post, float dropout_p, Tensor? seed, str layout) -> (Tensor out, Tensor lse)",
+    "str post, float dropout_p, Tensor? seed, str layout, str tuning) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] captures, "
-    "SymInt[] sizes, bool[] need, str score, str keep, float fill, str post, float dropout_p, Tensor? seed) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)",
+    "SymInt[] sizes, bool[] need, str score, str keep, float fill, str post, float dropout_p, Tensor? seed, "
+    "str tuning) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -122,18 +123,19 @@ def _problem(
     texts: tuple[str, str, float, str],
     dropout_p: float,
     seed: Tensor | None,
+    tuning: str,
 ) -> reference.Problem:
     _check(q, k, v, captures, dropout_p, seed)
     program = programs.read(*texts, programs.kinds_of(captures))
     here = [c if c.device == q.device else c.to(q.device) for c in captures]
-    return reference.Problem(q, k, v, here, sizes, program, dropout_p, seed)
+    return reference.Problem(q, k, v, here, sizes, program, dropout_p, seed, tunings.read(tuning))
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
-    post: str, dropout_p: float, seed: Tensor | None, layout: str,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    problem = _problem(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed)
+    problem = _problem(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning)
     out, lse = _empty_out(q, v, layout), _empty_lse(q)
     if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
         return out.zero_(), lse.fill_(0.0 if k.shape[2] else -torch.inf)
@@ -146,8 +148,9 @@ def _forward(
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int],
     need: list[bool], score: str, keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
+    tuning: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    problem = _problem(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed)
+    problem = _problem(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning)
     dq, dk, dv = map(_empty_gradient, (q, k, v))
     wanted = [c for c, n in zip(captures, need, strict=True) if n]
     if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
@@ -183,7 +186,7 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("torchflash::attention", lib=library)
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
-    post: str, dropout_p: float, seed: Tensor | None, layout: str,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_out(q, v, layout), _empty_lse(q)
 
@@ -192,6 +195,7 @@ def _forward_fake(
 def _backward_fake(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int],
     need: list[bool], score: str, keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
+    tuning: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     dq, dk, dv = map(_empty_gradient, (q, k, v))
     return dq, dk, dv, [c.new_empty(c.shape) for c, n in zip(captures, need, strict=True) if n]
@@ -201,23 +205,23 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, captures, sizes, score, keep, fill, post, dropout_p, seed, _ = inputs
+    q, k, v, captures, sizes, score, keep, fill, post, dropout_p, seed, _, tuning = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, seed, *captures)
-    ctx.rest = (list(sizes), score, keep, fill, post, dropout_p)
+    ctx.rest = (list(sizes), score, keep, fill, post, dropout_p, tuning)
 
 
 def _autograd(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, seed, *captures = ctx.saved_tensors
-    sizes, score, keep, fill, post, dropout_p = ctx.rest
+    sizes, score, keep, fill, post, dropout_p, tuning = ctx.rest
     need = [bool(n) for n in ctx.needs_input_grad[3]] if captures else []
-    nothing: tuple[Any, ...] = ([] if not sizes else None, None, None, None, None, None, None, None)
+    nothing: tuple[Any, ...] = ([] if not sizes else None, *[None] * 8)
     if do is None:
         return None, None, None, [None] * len(captures), *nothing
     dq, dk, dv, dcaptures = torch.ops.torchflash.attention_backward(
-        do, q, k, v, out, lse, captures, sizes, need, score, keep, fill, post, dropout_p, seed
+        do, q, k, v, out, lse, captures, sizes, need, score, keep, fill, post, dropout_p, seed, tuning
     )
     found = iter(dcaptures)
     return dq, dk, dv, [next(found) if n else None for n in need], *nothing

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchflash import score as sc
 from torchflash.kernels import philox
 from torchflash.kernels.program import P, Program, S, plain_axes
+from torchflash.kernels.tuning import DEFAULT, Tuning
 from torchflash.score import Expr
 
 TILE_ELEMENTS = 1 << 19  # per temporary: 2 MB of float32
@@ -37,10 +38,11 @@ class Problem:
         program: Program,
         dropout_p: float,
         seed: Tensor | None,
+        tuning: Tuning = DEFAULT,
     ):
         self.q, self.k, self.v, self.captures, self.program = q, k, v, list(captures), program
         self.sizes = {f"z{i}": int(z) for i, z in enumerate(sizes)}
-        self.dropout_p, self.seed = dropout_p, seed
+        self.dropout_p, self.seed, self.tuning = dropout_p, seed, tuning
         self.B, self.H, self.M, _ = q.shape
         self.N = k.shape[2]
         self.group_k, self.group_v = (max(1, self.H // max(1, x.shape[1])) for x in (k, v))

@@ -91,14 +91,16 @@ class Emitter:
 
 
 def replace(
-    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, emitted: Emitted
+    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, tuning: str, emitted: Emitted
 ) -> Node | Failure:
-    """Emits the operator before the root of `block`, and the views around it; returns the operator's node and notes in
-    `emitted` which node has the root's value. The root itself stays until the caller redirects its users."""
+    """Emits the operator before the root of `block`, with `tuning` as its last argument, and the views around it.
+
+    Returns the operator's node and notes in `emitted` which node has the root's value. The root itself stays until the
+    caller redirects its users."""
     out = Emitter(graph, block.root, emitted)
     tables = dict(emitted.tables)
     try:
-        call, node = _emit(out, r, block, programs, layout, tables)
+        call, node = _emit(out, r, block, programs, layout, tuning, tables)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
@@ -130,6 +132,7 @@ def _emit(
     block: Attention,
     programs: Programs,
     layout: str,
+    tuning: str,
     tables: dict[Table, Node],
 ) -> tuple[Node, Node]:
     roles = block.roles
@@ -154,8 +157,9 @@ def _emit(
     keep = "" if programs.keep is None else str(programs.keep)
     texts = (str(programs.score), keep, programs.fill, str(programs.post))
     both = out.call(
-        torch.ops.torchflash.attention.default, q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout
-    )
+        torch.ops.torchflash.attention.default,
+        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, tuning,
+    )  # fmt: skip
     node = out.call(operator.getitem, both, 0)
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
         node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 import torchflash.kernels  # noqa: F401  (registers the operator)
+from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, prove
 from torchflash.passes.contraction import CONTRACTIONS
@@ -39,18 +39,19 @@ class _Candidate:
     chain: frozenset[Node]
 
 
-def rewrite_graph(gm: GraphModule, options: Any = None) -> list[Rewritten | Skipped]:
+def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewritten | Skipped]:
     """Rewrites `gm` in place, nested graph modules included. Returns a record for each block rewritten and each
     softmax left alone, in the order of the graph. Never raises for a graph it does not understand: that is a Skipped
     with code `internal`."""
+    options = options or Options()
     records: list[Rewritten | Skipped] = []
     for module in gm.modules():
         if isinstance(module, GraphModule):
-            records += _rewrite_one(module)
+            records += _rewrite_one(module, options)
     return records
 
 
-def _rewrite_one(gm: GraphModule) -> list[Rewritten | Skipped]:
+def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
     names = [operation(n) for n in gm.graph.nodes]
     if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
         return [
@@ -62,7 +63,7 @@ def _rewrite_one(gm: GraphModule) -> list[Rewritten | Skipped]:
         reader = Reader(gm.graph)
         probabilities = _probabilities(reader, gm)
         candidates, failures = _candidates(reader, gm, probabilities)
-        return _apply(reader, gm, candidates, failures)
+        return _apply(reader, gm, candidates, failures, options)
     except Exception as e:
         log.exception("torchflash: internal error, graph left alone")
         failure = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
@@ -194,7 +195,7 @@ def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | No
 
 
 def _apply(
-    r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure]
+    r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure], options: Options
 ) -> list[Rewritten | Skipped]:
     while True:
         alive = _alive(r, candidates)
@@ -208,10 +209,10 @@ def _apply(
             failures[c.block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
     order = r.versions.order
     records: list[tuple[int, Rewritten | Skipped]] = []
-    emitted = Emitted()
+    emitted, tuning = Emitted(), options.tuning().write()
     rewritten: list[_Candidate] = []
     for c in candidates:
-        call = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), emitted)
+        call = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), tuning, emitted)
         if isinstance(call, Failure):
             failures[c.block.softmax] = call
             continue

@@ -37,6 +37,7 @@ class Inputs:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     layout: str = "bhmd"
+    tuning: str = ""
 
     def leaves(self) -> list[Tensor]:
         """What gets a gradient: q, k, v and the float captures."""
@@ -48,7 +49,7 @@ class Inputs:
 
 def run_op(x: Inputs) -> Tensor:
     out, _ = torch.ops.torchflash.attention(
-        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, x.layout
+        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, x.layout, x.tuning
     )
     return out
 

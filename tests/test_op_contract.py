@@ -48,9 +48,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("shape", [{}, {"H": 1}, {"M": 1}, {"B": 1, "DV": 5}], ids=str)
 def test_fake_strides_are_the_real_ones(layout, strides, shape):
     def forward_and_backward(q, k, v, t):
-        out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, layout)
+        out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, layout, "")
         dq, dk, dv, (dt,) = BACKWARD(
-            out, q, k, v, out, lse, [t], [], [True], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None
+            out, q, k, v, out, lse, [t], [], [True], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, ""
         )
         return out, lse, dq, dk, dv, dt
 
@@ -65,8 +65,8 @@ def test_fake_strides_are_the_real_ones(layout, strides, shape):
 
 def test_out_layouts():
     q, k, v = tensors()
-    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd")[0].is_contiguous()
-    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bmhd")[0].transpose(1, 2).is_contiguous()
+    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")[0].is_contiguous()
+    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bmhd", "")[0].transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["causal", "bias", "documents", "grouped", "dropout", "pair_bias", "window"])
@@ -74,12 +74,12 @@ def test_opcheck(name):
     x = build(BY_NAME[name])
     for leaf in x.leaves():
         leaf.requires_grad_()
-    args = (x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bmhd")
+    args = (x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bmhd", "")
     torch.library.opcheck(OP.default, args)
     out, lse = (t.detach() for t in OP(*args))
     need = [c.is_floating_point() for c in x.captures]
     plain = [t.detach() for t in (x.q, x.k, x.v)]
-    args = (out, *plain, out, lse, [c.detach() for c in x.captures], x.sizes, need, *args[5:11])
+    args = (out, *plain, out, lse, [c.detach() for c in x.captures], x.sizes, need, *args[5:11], "")
     torch.library.opcheck(BACKWARD.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -100,6 +100,7 @@ def test_compiled_training_with_changing_lengths_is_one_graph():
             0.0,
             None,
             "bmhd",
+            "",
         )
         return out.sin().sum()
 
@@ -116,7 +117,7 @@ def test_compiled_training_with_changing_lengths_is_one_graph():
 def test_empty(shape):
     q, k, v = (x.requires_grad_() for x in tensors(**shape))
     t = torch.randn(11, requires_grad=True)
-    out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[n]", "", -INF, "p", 0.0, None, "bmhd")
+    out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[n]", "", -INF, "p", 0.0, None, "bmhd", "")
     assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == (2, *q.shape[:3])
     if "N" in shape:
         assert not out.count_nonzero()
@@ -128,7 +129,7 @@ def test_gradients_only_where_needed():
     q, k, v = tensors()
     q.requires_grad_()
     a, b = torch.randn(4), torch.randn(4, requires_grad=True)
-    out, lse = OP(q, k, v, [a, b], [], "0.25 * s + (t0[h] + t1[h]) * float(n)", "", -INF, "p", 0.0, None, "bhmd")
+    out, lse = OP(q, k, v, [a, b], [], "0.25 * s + (t0[h] + t1[h]) * float(n)", "", -INF, "p", 0.0, None, "bhmd", "")
     assert not lse.requires_grad
     out.sum().backward()
     assert q.grad is not None and a.grad is None and b.grad is not None
@@ -136,7 +137,7 @@ def test_gradients_only_where_needed():
 
 def test_double_backward_raises():
     q, k, v = (x.requires_grad_() for x in tensors())
-    out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd")
+    out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")
     (g,) = torch.autograd.grad(out.sin().sum(), [q], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(g.sum(), [q])
@@ -145,12 +146,12 @@ def test_double_backward_raises():
 def test_vmap_raises():
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match=r"vmap over a rewritten attention"):
-        torch.vmap(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd")[0])(q[None])
+        torch.vmap(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")[0])(q[None])
 
 
 def refused(kind, match, q, k, v, captures=(), programs=CAUSAL, dropout_p=0.0, seed=None, layout="bhmd"):
     with pytest.raises(kind, match=match) as found:
-        OP(q, k, v, list(captures), [], *programs, dropout_p, seed, layout)
+        OP(q, k, v, list(captures), [], *programs, dropout_p, seed, layout, "")
     assert "\n" not in str(found.value)
 
 
@@ -192,7 +193,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(heads, dtype):
     slopes = torch.randn(heads, requires_grad=True)
     programs = ("where(n <= m, 0.25 * s + t0[h] * float(n - m), -inf)", "n <= m", -INF, "p")
     with LargestTemporary() as seen:
-        out, _ = OP(q, k, v, [slopes], [], *programs, 0.1, torch.tensor([5]), "bmhd")
+        out, _ = OP(q, k, v, [slopes], [], *programs, 0.1, torch.tensor([5]), "bmhd", "")
         out.sum().backward()
     assert seen.largest <= S * S // 4
 
@@ -201,7 +202,7 @@ def test_a_gradient_as_large_as_the_scores_is_the_only_tensor_of_its_size():
     S = 1024
     q, k, v = (torch.randn(2, 2, S, 8).half().requires_grad_() for _ in range(3))
     bias = torch.randn(2, S, S).half().requires_grad_()
-    out = OP(q, k, v, [bias], [], "0.25 * s + t0[h, m, n]", "", -INF, "p", 0.0, None, "bhmd")[0]
+    out = OP(q, k, v, [bias], [], "0.25 * s + t0[h, m, n]", "", -INF, "p", 0.0, None, "bhmd", "")[0]
 
     class Count(LargestTemporary):
         found = 0
@@ -226,7 +227,7 @@ import sys
 sys.modules["triton"] = None
 import torch, torchflash.kernels
 q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-out, _ = torch.ops.torchflash.attention(q, k, v, [], [], "0.5 * s", "", 0.0, "p", 0.0, None, "bhmd")
+out, _ = torch.ops.torchflash.attention(q, k, v, [], [], "0.5 * s", "", 0.0, "p", 0.0, None, "bhmd", "")
 out.sum().backward()
 torch.testing.assert_close(out, (0.5 * (q @ k.mT)).softmax(-1) @ v)
 """
@@ -242,7 +243,7 @@ def test_the_same_call_gives_the_same_bits():
 
 def test_autocast_does_not_reach_inside():
     q, k, v = (torch.randn(2, 2, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    arguments = (q, k, v, [], [], "0.25 * s", "", 0.0, "p", 0.0, None, "bhmd")
+    arguments = (q, k, v, [], [], "0.25 * s", "", 0.0, "p", 0.0, None, "bhmd", "")
     expected = torch.ops.torchflash.attention(*arguments)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(torch.ops.torchflash.attention(*arguments)[0], expected)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchflash.report import SKIP_CODES
+
+if TYPE_CHECKING:
+    from torchflash.kernels.tuning import Tuning
 
 PREFIX = "torchflash."
 INNER = ("inductor", "aot_eager", "eager")
@@ -27,6 +30,10 @@ class Options:
     strict: raise if a softmax was left alone, listing each with its reason, instead of reporting it.
     allow: skip codes that `strict` accepts, separated by commas (a mixture-of-experts router is "no_scores").
     inner: what compiles the rest: "inductor", or "aot_eager" / "eager" for quick tests and debugging.
+    min_seqlen: below this length attention runs unfused, from it on fused; None: as measured on this kind of device.
+    autotune: time the tile sizes of each kernel when it first runs, and keep the fastest.
+    BLOCK_M, BLOCK_N, num_warps, num_stages: of the kernels; a number for all, or {"forward": 64, …} with the kernels
+    forward, backward_kv, backward_q; what is left out is chosen by us.
     dump: a folder for each graph before and after, as Python, with its report; default: $TORCHFLASH_DUMP.
 
     Raises TypeError or ValueError for a value of the wrong type or range.
@@ -35,6 +42,12 @@ class Options:
     strict: bool = False
     allow: str = ""
     inner: str = "inductor"
+    min_seqlen: int | None = None
+    autotune: bool = False
+    BLOCK_M: int | Mapping[str, int] | None = None
+    BLOCK_N: int | Mapping[str, int] | None = None
+    num_warps: int | Mapping[str, int] | None = None
+    num_stages: int | Mapping[str, int] | None = None
     dump: str | None = field(default_factory=lambda: os.environ.get("TORCHFLASH_DUMP") or None)
 
     def __post_init__(self) -> None:
@@ -50,6 +63,7 @@ class Options:
         for code in self.allowed:
             if code not in SKIP_CODES:
                 raise ValueError(f"unknown skip code {code!r} in 'torchflash.allow'; known: {_listed(SKIP_CODES)}")
+        self.tuning()  # checks
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -58,7 +72,13 @@ class Options:
 
     def cache_key(self) -> str:
         """What of the options changes the code that comes out; the others only change what is said about it."""
-        return f"inner={self.inner}"
+        return f"inner={self.inner},tuning={self.tuning().write()}"
+
+    def tuning(self) -> Tuning:
+        """What of the options travels with each rewritten attention."""
+        from torchflash.kernels.tuning import PARAMETERS, Tuning  # registers the op: not when torchflash is imported
+
+        return Tuning.of(self.min_seqlen, self.autotune, **{name: getattr(self, name) for name in PARAMETERS})
 
 
 def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> tuple[Options, dict[str, Any]]:
