@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchflash.kernels import program as programs
-from torchflash.kernels import reference
+from torchflash.kernels import reference, unfused
 from torchflash.kernels import tuning as tunings
 
 LAYOUTS = ("bhmd", "bmhd")
@@ -114,6 +114,10 @@ def _kernels_for(q: Tensor, v: Tensor) -> Any | None:
     return launch if launch.supports(q.device) else None
 
 
+def _unfused(p: reference.Problem) -> bool:
+    return unfused.faster((p.B, p.H, p.M, p.N), p.q.device, p.q.dtype.itemsize, p.tuning)
+
+
 def _problem(
     q: Tensor,
     k: Tensor,
@@ -139,6 +143,9 @@ def _forward(
     out, lse = _empty_out(q, v, layout), _empty_lse(q)
     if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
         return out.zero_(), lse.fill_(0.0 if k.shape[2] else -torch.inf)
+    if _unfused(problem):
+        unfused.forward(problem, out, lse)
+        return out, lse
     kernels = _kernels_for(q, v)
     if kernels is None or not kernels.forward(problem, out, lse):
         reference.forward(problem, out, lse)
@@ -160,8 +167,11 @@ def _backward(
             dv.zero_(),
             [torch.zeros(c.shape, dtype=c.dtype, device=c.device) for c in wanted],
         )
-    kernels = _kernels_for(q, v)
-    gradients = None if kernels is None else kernels.backward(problem, do, out, lse, dq, dk, dv, need)
+    gradients = None
+    if _unfused(problem):
+        gradients = unfused.backward(problem, do, out, lse, dq, dk, dv, need)
+    elif (kernels := _kernels_for(q, v)) is not None:
+        gradients = kernels.backward(problem, do, out, lse, dq, dk, dv, need)
     if gradients is None:
         gradients = reference.backward(problem, do, out, lse, dq, dk, dv, need)
     return dq, dk, dv, [g.to(c.device) for g, c in zip(gradients, wanted, strict=True)]

@@ -8,9 +8,10 @@ rounded to the operands' dtype before a product as in the kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,15 @@ from torchflash.score import Expr
 
 TILE_ELEMENTS = 1 << 19  # per temporary: 2 MB of float32
 BLOCK_M, BLOCK_N = 128, 512
+
+
+class Block(NamedTuple):
+    """The sizes of a tile."""
+
+    b: int
+    h: int
+    m: int
+    n: int
 
 
 class Problem:
@@ -46,29 +56,29 @@ class Problem:
         self.B, self.H, self.M, _ = q.shape
         self.N = k.shape[2]
         self.group_k, self.group_v = (max(1, self.H // max(1, x.shape[1])) for x in (k, v))
-        self._choose_tiles()
 
-    def _choose_tiles(self) -> None:
+    @functools.cached_property
+    def block(self) -> Block:
         # The heads of one tile are a whole number of groups of both k and v, unless even one head at a time is a lot.
         together = math.lcm(self.group_k, self.group_v)
         B, H, M, N = (max(1, size) for size in (self.B, self.H, self.M, self.N))
-        self.block_n = min(BLOCK_N, N)
-        self.block_m = min(BLOCK_M, M, max(32, TILE_ELEMENTS // (self.block_n * B * H)))
-        if self.block_m * B * H * self.block_n > TILE_ELEMENTS:
-            self.block_n = min(self.block_n, max(64, TILE_ELEMENTS // (self.block_m * B * H)))
-        tile = self.block_m * self.block_n
-        self.block_h = min(H, TILE_ELEMENTS // (tile * B) // together * together or together)
-        self.block_b = min(B, max(1, TILE_ELEMENTS // (tile * self.block_h)))
+        n = min(BLOCK_N, N)
+        m = min(BLOCK_M, M, max(32, TILE_ELEMENTS // (n * B * H)))
+        if m * B * H * n > TILE_ELEMENTS:
+            n = min(n, max(64, TILE_ELEMENTS // (m * B * H)))
+        h = min(H, TILE_ELEMENTS // (m * n * B) // together * together or together)
+        return Block(min(B, max(1, TILE_ELEMENTS // (m * n * h))), h, m, n)
 
     def rows(self) -> Iterator[Rows]:
-        for b in range(0, self.B, self.block_b):
-            for h in range(0, self.H, self.block_h):
-                for m in range(0, self.M, self.block_m):
+        block = self.block
+        for b in range(0, self.B, block.b):
+            for h in range(0, self.H, block.h):
+                for m in range(0, self.M, block.m):
                     yield Rows(
                         self,
-                        slice(b, min(b + self.block_b, self.B)),
-                        slice(h, min(h + self.block_h, self.H)),
-                        slice(m, min(m + self.block_m, self.M)),
+                        slice(b, min(b + block.b, self.B)),
+                        slice(h, min(h + block.h, self.H)),
+                        slice(m, min(m + block.m, self.M)),
                     )
 
 
@@ -77,22 +87,27 @@ class Rows:
 
     def __init__(self, problem: Problem, b: slice, h: slice, m: slice):
         self.problem, self.b, self.h, self.m = problem, b, h, m
-        index = torch.arange
-        device = problem.q.device
-        self.env: dict[str, Any] = {
-            **problem.sizes,
-            "b": index(b.start, b.stop, device=device)[:, None, None, None],
-            "h": index(h.start, h.stop, device=device)[:, None, None],
-            "m": index(m.start, m.stop, device=device)[:, None],
-        }
-        self.q = problem.q[b, h, m].float()
         self.h_k = slice(h.start // problem.group_k, -(-h.stop // problem.group_k))
         self.h_v = slice(h.start // problem.group_v, -(-h.stop // problem.group_v))
+
+    @functools.cached_property
+    def env(self) -> dict[str, Any]:
+        index, device = torch.arange, self.problem.q.device
+        return {
+            **self.problem.sizes,
+            "b": index(self.b.start, self.b.stop, device=device)[:, None, None, None],
+            "h": index(self.h.start, self.h.stop, device=device)[:, None, None],
+            "m": index(self.m.start, self.m.stop, device=device)[:, None],
+        }
+
+    @functools.cached_property
+    def q(self) -> Tensor:
+        return self.problem.q[self.b, self.h, self.m].float()
 
     def keys(self) -> tuple[list[slice], list[slice]]:
         """(key tiles that may be kept, tiles provably not kept)."""
         p = self.problem
-        tiles = [slice(n, min(n + p.block_n, p.N)) for n in range(0, p.N, p.block_n)]
+        tiles = [slice(n, min(n + p.block.n, p.N)) for n in range(0, p.N, p.block.n)]
         if p.program.keep is None:
             return tiles, []
         env = {z: (size, size) for z, size in p.sizes.items()}
@@ -221,7 +236,8 @@ def backward(
     program = problem.program
     q_dtype, v_dtype = problem.q.dtype, problem.v.dtype
     dk32, dv32 = (torch.zeros(x.shape, device=x.device) for x in (dk, dv))
-    gradients = [CaptureGradient(problem, i) if wanted else None for i, wanted in enumerate(need)]
+    whole = problem.block.b == problem.B and problem.block.h == problem.H
+    gradients = [CaptureGradient(problem, i, whole) if wanted else None for i, wanted in enumerate(need)]
     for rows in problem.rows():
         do_rows = do[rows.b, rows.h, rows.m].float()
         delta = (do_rows * out[rows.b, rows.h, rows.m].float()).sum(-1, keepdim=True)
@@ -279,13 +295,12 @@ def _weights(tile: Tile, do_rows: Tensor, row_max: Tensor, row_sum: Tensor) -> t
 
 
 class CaptureGradient:
-    """Gradient of one capture, summed tile by tile."""
+    """Gradient of one capture, summed tile by tile; `whole`: every tile holds all batches and heads."""
 
-    def __init__(self, problem: Problem, index: int):
+    def __init__(self, problem: Problem, index: int, whole: bool):
         self.capture = problem.captures[index]
         self.loads = problem.program.loads_of(index)
         # Where every element is written once the sum is complete in the tile and needs no float32 buffer.
-        whole = problem.block_b == problem.B and problem.block_h == problem.H
         axes = plain_axes(self.loads[0]) if len(self.loads) == 1 else None
         once = whole and axes is not None and "m" in axes and "n" in axes
         one_program = not (

@@ -37,7 +37,7 @@ class Inputs:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     layout: str = "bhmd"
-    tuning: str = ""
+    tuning: str = "min_seqlen=0"  # fused at every length
 
     def leaves(self) -> list[Tensor]:
         """What gets a gradient: q, k, v and the float captures."""
