@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +28,14 @@ LOWEST = torch.finfo(torch.float32).min
 # ------------------------------------------------------------------------------------------------------- which way
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Unfused below `length`, by the longer of queries and keys, and up to `scores` elements of B·H·M·N."""
+class Limits(NamedTuple):
+    """Unfused below `length`, by the longer of queries and keys, while B·H·M·N is at most `scores`."""
 
     length: int
     scores: int
 
 
-FUSED = Limits(0, 0)
+FUSED, UNBOUNDED = Limits(0, 0), 1 << 62
 # Device -> bytes of an element of q -> limits; measured by benchmarks/short_sequences.py, which prints such lines.
 MEASURED: dict[str, dict[int, Limits]] = {
     "cpu": {2: FUSED, 4: FUSED},
@@ -45,42 +44,61 @@ MEASURED: dict[str, dict[int, Limits]] = {
 
 def device_name(device: torch.device) -> str:
     """The row of MEASURED: "cpu", or "sm_90" for a CUDA device of capability 9.0."""
-    if device.type != "cuda":
-        return device.type
-    return _cuda_name(device)
+    return _cuda_name(device) if device.type == "cuda" else device.type
 
 
 @functools.cache
 def _cuda_name(device: torch.device) -> str:
+    if not torch.cuda.is_available():
+        return "cuda"  # a fake tensor on a machine without such a device
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
-def limits(device: torch.device, itemsize: int) -> Limits:
-    """What was measured on this kind of device; a CUDA device that was not measured takes the nearest one below."""
-    name = device_name(device)
-    if device.type == "cuda" and name not in MEASURED:
-        number = int(name.removeprefix("sm_"))
-        measured = [int(other.removeprefix("sm_")) for other in MEASURED if other.startswith("sm_")]
-        name = f"sm_{max((m for m in measured if m < number), default=min(measured, default=0))}"
+def limits(device: torch.device, itemsize: int, tuning: Tuning) -> Limits:
+    """The user's min_seqlen, whatever it costs, or what was measured on this kind of device, which bounds the memory
+    too. A CUDA device that was not measured takes the nearest older one that was."""
+    if tuning.min_seqlen is not None:
+        return Limits(tuning.min_seqlen, UNBOUNDED)
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "0":
         return FUSED  # the interpreter is there to run the kernels
-    return MEASURED.get(name, {}).get(itemsize, FUSED)
+    return measured(device_name(device)).get(itemsize, FUSED)
+
+
+def measured(name: str) -> dict[int, Limits]:
+    if name in MEASURED or not name.startswith("sm_"):
+        return MEASURED.get(name, {})
+    known = sorted((int(other[3:]), other) for other in MEASURED if other.startswith("sm_"))
+    older = [other for number, other in known if number < int(name[3:])]
+    return MEASURED[(older or [other for _, other in known[:1]])[-1]] if known else {}
 
 
 def faster(shape: tuple[int, int, int, int], device: torch.device, itemsize: int, tuning: Tuning) -> bool:
     """Whether attention with scores of `shape` [B, H, M, N] runs unfused.
 
-    The user's min_seqlen decides alone. Otherwise the measured limits decide, which bound the memory too; deterministic
-    algorithms are left to the kernels, as cuBLAS wants settings of its own for them.
+    Under deterministic algorithms only where the user said so: cuBLAS wants settings of its own for them.
     """
     B, H, M, N = shape
-    if tuning.min_seqlen is not None:
-        return max(M, N) < tuning.min_seqlen
-    found = limits(device, itemsize)
+    found = limits(device, itemsize, tuning)
     if max(M, N) >= found.length or B * H * M * N > found.scores:
         return False
-    return device.type != "cuda" or not torch.are_deterministic_algorithms_enabled()
+    return tuning.min_seqlen is not None or device.type != "cuda" or not torch.are_deterministic_algorithms_enabled()
+
+
+def describe(shape: Sequence[int | str], device: torch.device, itemsize: int, tuning: Tuning) -> str:
+    """For the report: how attention with scores of `shape` [B, H, M, N] will run, some sizes perhaps symbolic."""
+    found = limits(device, itemsize, tuning)
+    by = "" if tuning.min_seqlen is None else ", by torchflash.min_seqlen"
+    sizes = [size for size in shape if isinstance(size, int)]
+    if len(sizes) == 4:
+        B, H, M, N = sizes
+        if not faster((B, H, M, N), device, itemsize, tuning):
+            return "fused"
+        return f"unfused, {max(M, N)} < {found.length} tokens{by}; its scores take {B * H * M * N * 4 / 2**20:.1f} MiB"
+    if found.length <= max((size for size in shape[2:] if isinstance(size, int)), default=0):
+        return "fused"
+    bound = "" if by else f" and up to {found.scores * 4 / 2**20:.0f} MiB of scores"
+    return f"unfused below {found.length} tokens{bound}{by}; else fused"
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -143,8 +161,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     w = p if dropped is None else p * dropped
     acc = product(groups(w.to(v.dtype), heads), groups(v, heads)).view(out.shape)
     if problem.program.post is None:
-        torch.div(acc, row_sum, out=acc)
-    out.copy_(acc)
+        torch.div(acc, row_sum, out=out)
+    else:
+        out.copy_(acc)
 
 
 # ----------------------------------------------------------------------------------------------------------- backward

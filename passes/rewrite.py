@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-import torchflash.kernels  # noqa: F401  (registers the operator)
+from torchflash.kernels import tuning as tunings
+from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, prove
@@ -298,7 +299,9 @@ def _dead(r: Reader, roots: set[Node], alive: set[Node]) -> set[Node]:
 def _rewritten(c: _Candidate, operator_: Node) -> Rewritten:
     block, p = c.block, c.programs
     q, k, v = (dims(tensor(a)) for a in operator_.args[:3])  # type: ignore[arg-type]
-    itemsize = torch.empty((), dtype=block.qk_dtype).element_size()
+    itemsize = block.qk_dtype.itemsize
+    device = tensor(block.root).device  # type: ignore[union-attr]
+    runs = unfused.describe((*q[:3], k[2]), device, itemsize, tunings.read(str(operator_.args[-1])))
     return Rewritten(
         **locate(block.softmax),
         score=str(p.score),
@@ -309,7 +312,8 @@ def _rewritten(c: _Candidate, operator_: Node) -> Rewritten:
         k=k,
         v=v,
         dtype=str(block.qk_dtype).removeprefix("torch."),
-        bytes_saved=bytes_of_scores(q, k, itemsize),
+        bytes_saved=None if runs.startswith("unfused,") else bytes_of_scores(q, k, itemsize),
+        runs=runs,
     )
 
 

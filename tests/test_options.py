@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchflash import Options
+from torchflash.kernels.tuning import read
 from torchflash.options import parse
 
 KNOWN = sorted(f"torchflash.{field.name}" for field in dataclasses.fields(Options))
@@ -57,6 +58,68 @@ def test_errors_say_what_is_known(given, error, message):
     with pytest.raises(error) as caught:
         parse(options=given)
     assert str(caught.value) == message
+
+
+class TestTuning:
+    def written(self, **options):
+        return Options(**options).tuning().write()
+
+    def test_text(self):
+        assert self.written() == ""
+        assert self.written(min_seqlen=512, autotune=True) == "min_seqlen=512;autotune"
+        assert self.written(num_warps=8) == "forward.num_warps=8;backward_kv.num_warps=8;backward_q.num_warps=8"
+        given = {"BLOCK_N": {"backward_q": 32, "forward": 128}, "BLOCK_M": {"forward": 64}}
+        assert self.written(**given) == "forward.BLOCK_M=64;forward.BLOCK_N=128;backward_q.BLOCK_N=32"
+
+    @pytest.mark.parametrize(
+        "given",
+        [{}, {"min_seqlen": 0}, {"autotune": True, "BLOCK_M": 16, "num_stages": {"backward_kv": 8}, "num_warps": 1}],
+        ids=str,
+    )
+    def test_what_is_written_is_read(self, given):
+        tuning = Options(**given).tuning()
+        assert read(tuning.write()) == tuning
+
+    def test_tile(self):
+        tuning = read("forward.BLOCK_M=64;forward.num_warps=4;backward_q.BLOCK_N=32")
+        assert tuning.tile("forward") == {"BLOCK_M": 64, "num_warps": 4} and tuning.tile("backward_kv") == {}
+        assert tuning.tile("backward_capture") == tuning.tile("backward_q") == {"BLOCK_N": 32}
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            ({"min_seqlen": -1}, ValueError, "option 'torchflash.min_seqlen' is -1; must be 0 or more, or None"),
+            ({"min_seqlen": 1.5}, TypeError, "option 'torchflash.min_seqlen' must be int, got float 1.5"),
+            ({"min_seqlen": True}, TypeError, "option 'torchflash.min_seqlen' must be int, got bool True"),
+            ({"autotune": 1}, TypeError, "option 'torchflash.autotune' must be bool, got int 1"),
+            ({"BLOCK_M": 48}, ValueError, "option 'torchflash.BLOCK_M' is 48; must be a power of two of at least 16"),
+            ({"BLOCK_N": 8}, ValueError, "option 'torchflash.BLOCK_N' is 8; must be a power of two of at least 16"),
+            ({"BLOCK_N": "64"}, TypeError, "option 'torchflash.BLOCK_N' must be int, got str '64'"),
+            ({"num_warps": 3}, ValueError, "option 'torchflash.num_warps' is 3; must be one of 1, 2, 4, 8, 16"),
+            ({"num_stages": 9}, ValueError, "option 'torchflash.num_stages' is 9; must be from 1 to 8"),
+            (
+                {"BLOCK_M": {"forwards": 64}},
+                ValueError,
+                "unknown kernel 'forwards' in 'torchflash.BLOCK_M'; known: forward, backward_kv, backward_q",
+            ),
+        ],
+        ids=str,
+    )
+    def test_errors(self, given, error, message):
+        with pytest.raises(error) as caught:
+            parse(options={f"torchflash.{key}": value for key, value in given.items()})
+        assert str(caught.value) == message
+
+    @pytest.mark.parametrize("text", ["min_seqlen", "forward.BLOCK_M=6", "x=3", "autotune=1", "x.num_warps=4", ";"])
+    def test_the_op_refuses_what_is_not_a_tuning(self, text):
+        q = torch.randn(1, 1, 2, 2)
+        with pytest.raises(ValueError, match="is not a tuning: ") as caught:
+            torch.ops.torchflash.attention(q, q, q, [], [], "s", "", 0.0, "p", 0.0, None, "bhmd", text)
+        assert "\n" not in str(caught.value)
+
+    def test_is_part_of_the_cache_key(self):
+        given = [{}, {"min_seqlen": 0}, {"min_seqlen": 64}, {"autotune": True}, {"BLOCK_M": 64}, {"num_warps": 8}]
+        assert len({Options(**g).cache_key() for g in given}) == len(given)
 
 
 def test_unknown_skip_code_in_allow():

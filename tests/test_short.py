@@ -3,6 +3,7 @@ which one is taken."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from attention_cases import BF16, CASES, F16, F32, Case, build
 from oracle import INF, Inputs, check, run_op
 from torch import Tensor
 
+import torchflash
 from torchflash.kernels import unfused
 from torchflash.kernels.tuning import Tuning
 
@@ -107,12 +109,76 @@ class TestChoice:
         assert not self.faster() and self.faster(min_seqlen=201)
 
     def test_unknown_cuda_devices_take_the_nearest_older_one(self, monkeypatch):
-        limits = [{2: unfused.Limits(64 * i, 1 << 20)} for i in range(1, 3)]
-        monkeypatch.setattr(unfused, "MEASURED", {"sm_80": limits[0], "sm_90": limits[1]})
-        for name, expected in (("sm_80", 64), ("sm_86", 64), ("sm_90", 128), ("sm_120", 128), ("sm_75", 64)):
-            monkeypatch.setattr(unfused, "device_name", lambda device, name=name: name)
-            assert unfused.limits(torch.device("cuda"), 2).length == expected
-        assert unfused.limits(torch.device("cuda"), 4) == unfused.FUSED
+        monkeypatch.setattr(unfused, "MEASURED", {"sm_90": {2: "new"}, "sm_80": {2: "old"}})
+        found = {name: unfused.measured(name)[2] for name in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120")}
+        assert found == {"sm_75": "old", "sm_80": "old", "sm_86": "old", "sm_90": "new", "sm_120": "new"}
+        monkeypatch.setattr(unfused, "MEASURED", {})
+        assert unfused.measured("sm_90") == unfused.measured("cpu") == {}
+
+
+class TestReport:
+    @pytest.fixture(autouse=True)
+    def measured(self, monkeypatch):
+        monkeypatch.setitem(unfused.MEASURED, "cpu", {4: unfused.Limits(256, 1 << 20), 2: unfused.FUSED})
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        torch._dynamo.reset()
+
+    def runs(self, length: int, dtype=F32, dynamic=False, **options):
+        def attention(q, k, v):
+            return torch.softmax(q @ k.mT / 3, -1) @ v
+
+        q, k, v = (torch.randn(1, 2, length, 8, dtype=dtype) for _ in range(3))
+        given = {f"torchflash.{key}": value for key, value in options.items()}
+        (record,) = torchflash.explain(attention, options=given, dynamic=dynamic)(q, k, v)
+        assert isinstance(record, torchflash.Rewritten)
+        shown = [line.strip() for line in str(record).splitlines() if line.strip().startswith("runs")]
+        assert shown == ([] if record.runs == "fused" else [f"runs   {record.runs}"])
+        assert json.loads(torchflash.Report((record,)).to_json())["records"][0]["runs"] == record.runs
+        assert (record.bytes_saved is None) == (dynamic or record.runs != "fused")
+        return record.runs
+
+    def test_static_sizes(self):
+        assert self.runs(256) == "fused"
+        assert self.runs(128) == "unfused, 128 < 256 tokens; its scores take 0.1 MiB"
+        assert self.runs(128, BF16) == "fused"
+
+    def test_symbolic_sizes(self):
+        assert self.runs(300, dynamic=True) == "unfused below 256 tokens and up to 4 MiB of scores; else fused"
+        assert self.runs(300, BF16, dynamic=True) == "fused"
+
+    def test_by_the_user(self):
+        assert self.runs(20, min_seqlen=0) == self.runs(20, min_seqlen=20) == "fused"
+        assert self.runs(20, dynamic=True, min_seqlen=0) == "fused"
+        assert (
+            self.runs(512, min_seqlen=513)
+            == "unfused, 512 < 513 tokens, by torchflash.min_seqlen; its scores take 2.0 MiB"
+        )
+        assert (
+            self.runs(512, dynamic=True, min_seqlen=100)
+            == "unfused below 100 tokens, by torchflash.min_seqlen; else fused"
+        )
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_option_reaches_the_op(dynamic, monkeypatch):
+    """Also in the backward, and at run time: one graph takes both ways as lengths change."""
+    taken = []
+    for name in ("forward", "backward"):
+        way = getattr(unfused, name)
+        monkeypatch.setattr(unfused, name, lambda *args, name=name, way=way: taken.append(name) or way(*args))
+
+    def attention(q, k, v):
+        return torch.softmax(q @ k.mT / 3, -1) @ v
+
+    torch._dynamo.reset()
+    options = {"torchflash.min_seqlen": 40, "torchflash.inner": "aot_eager"}
+    compiled = torch.compile(attention, backend="torchflash", options=options, dynamic=dynamic)
+    for length in (48, 39, 56, 24):
+        q, k, v = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
+        got = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+        torch.testing.assert_close(got, torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)))
+        assert taken == (["forward", "backward"] if length < 40 else [])
+        taken.clear()
 
 
 def test_the_op_takes_the_way_chosen(monkeypatch):

@@ -68,7 +68,8 @@ class Rewritten(Record):
 
     score, keep, post: the score programs. q, k, v: shapes [B, H, M, D], [B, Hk, N, D], [B, Hv, N, Dv] of the op.
     dtype: of q and k, such as "float32". bytes_saved: of the scores and probabilities that no longer exist, forward;
-    None if a size is symbolic. note: anything else worth reading.
+    None if a size is symbolic or they exist after all. runs: "fused", or when unfused, as short sequences do where that
+    is faster. note: anything else worth reading.
     """
 
     score: str
@@ -80,6 +81,7 @@ class Rewritten(Record):
     v: tuple[Dim, ...] = ()
     dtype: str = ""
     bytes_saved: int | None = None
+    runs: str = "fused"
     note: str = ""
 
     @property
@@ -104,6 +106,7 @@ class Rewritten(Record):
         rows += [f"score  {self.score}"]
         rows += [f"keep   {self.keep}"] if self.keep else []
         rows += [f"post   {self.post}"] if self.post != "p" else []
+        rows += [f"runs   {self.runs}"] if self.runs != "fused" else []
         rows += [f"note   {self.note}"] if self.note else []
         return "\n           ".join(rows)
 
