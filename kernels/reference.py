@@ -138,7 +138,7 @@ class Tile:
     def evaluate(self, e: Expr, names: dict[str, Tensor], memo: dict[Expr, Any] | None = None) -> Tensor:
         value = sc.evaluate(e, {**self.env, **names}, self.rows.problem.captures, memo=memo)
         if not isinstance(value, Tensor):
-            value = torch.tensor(value, device=self.s.device)
+            value = torch.full((), value, device=self.s.device)
         return value.to(torch.float32).expand(self.s.shape)
 
     def post(self, p: Tensor) -> Tensor:
@@ -332,7 +332,8 @@ class CaptureGradient:
             return
         shape = gradient.shape
         index = [sc.evaluate(i, tile.env, tile.rows.problem.captures) for i in load.args]
-        index = [torch.as_tensor(i, device=gradient.device).long() for i in index]
+        device = gradient.device
+        index = [i.long() if isinstance(i, Tensor) else torch.full((), i, device=device) for i in index]
         spanned = torch.broadcast_shapes((1, 1, 1, 1), *[i.shape for i in index])
         missing = [d for d in range(4) if spanned[d] == 1 and shape[d] > 1]
         gradient = gradient.sum(missing, keepdim=True) if missing else gradient

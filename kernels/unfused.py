@@ -13,15 +13,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchflash import score as sc
-from torchflash.kernels.program import P, Program, S
+from torchflash.kernels.program import P, Program, S, plain_axes
 from torchflash.kernels.reference import CaptureGradient, Problem, Rows, Tile
 from torchflash.kernels.tuning import Tuning
+from torchflash.score import Expr
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -133,8 +134,33 @@ class Scores(Tile):
             self.env[axis] = torch.arange(size, device=p.q.device).view(size, *[1] * follow)
         self.q, self.k = groups(p.q, p.k.shape[1]), groups(p.k, p.k.shape[1])
         self.s = product(self.q, self.k.mT).view(p.B, p.H, p.M, p.N)
-        self.memo = {}
+        self.views = {load: view for load in loads(p.program) if (view := self._view(load)) is not None}
+        self.memo = dict(self.views)
         self.x = self.evaluate(p.program.score, {"s": self.s}, self.memo)
+
+    def evaluate(self, e: Expr, names: dict[str, Tensor], memo: dict[Expr, Any] | None = None) -> Tensor:
+        return super().evaluate(e, names, dict(self.views) if memo is None else memo)
+
+    def _view(self, load: Expr) -> Tensor | None:
+        """A capture indexed by plain axes, in its place among [B, H, M, N]: nothing is gathered."""
+        p = self.rows.problem
+        axes, t = plain_axes(load), p.captures[int(load.value[1:])]
+        if axes is None:
+            return None
+        sizes = {"b": p.B, "h": p.H, "m": p.M, "n": p.N}
+        if any(size < (sizes[a] if isinstance(a, str) else a + 1) for a, size in zip(axes, t.shape, strict=True)):
+            return None  # read outside where the program then takes another branch
+        t = t[tuple(slice(0, sizes[a]) if isinstance(a, str) else a for a in axes)]
+        used = [a for a in axes if isinstance(a, str)]
+        t = t.permute([used.index(a) for a in "bhmn" if a in used])
+        t = t[tuple(slice(None) if a in used else None for a in "bhmn")]
+        return t.float() if t.dtype.is_floating_point else t if t.dtype == torch.bool else t.long()
+
+
+@functools.lru_cache(maxsize=4096)
+def loads(program: Program) -> tuple[Expr, ...]:
+    vjps = (*program.score_vjp.values(), *program.post_vjp.values())
+    return sc.loads(program.score, *vjps, *([] if program.post is None else [program.post]))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,9 +11,10 @@ import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
 from oracle import INF, Inputs, check, run_op
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchflash
-from torchflash.kernels import unfused
+from torchflash.kernels import program, reference, unfused
 from torchflash.kernels.tuning import Tuning
 
 UNFUSED, FUSED = "min_seqlen=1000000", "min_seqlen=0"
@@ -76,6 +77,39 @@ def test_either_way_may_follow_the_other(case: Case):
     expected = forward_and_backward(x, FUSED, FUSED)
     for ways in ((UNFUSED, FUSED), (FUSED, UNFUSED), (UNFUSED, UNFUSED)):
         torch.testing.assert_close(forward_and_backward(x, *ways), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Fails where values come from the host or go to it: a copy to wait for, and nothing that a CUDA graph can hold."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (
+            torch.ops.aten.lift_fresh,
+            torch.ops.aten._local_scalar_dense,
+        ), f"{func} waits for the device"
+        masks = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor) and t.dtype == torch.bool]
+        assert func.overloadpacket is not torch.ops.aten.index or not masks, "a mask as index waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_mode_sees():
+    ones = torch.ones(2)
+    for waits in (lambda: torch.tensor(1.0), lambda: ones.sum().item(), lambda: ones[ones.bool()]):
+        with pytest.raises(AssertionError, match="waits for the device"), NothingFromTheHost():
+            waits()
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_it_never_waits_for_the_device(case: Case):
+    x = build(case)
+    kinds = program.kinds_of(x.captures)
+    rest = (program.read(x.score, x.keep, x.fill, x.post, kinds), x.dropout_p, x.seed)
+    problem = reference.Problem(x.q, x.k, x.v, x.captures, x.sizes, *rest)
+    need = [c.is_floating_point() for c in x.captures]
+    out, lse = OP(x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bhmd", "")
+    with NothingFromTheHost():
+        unfused.forward(problem, torch.empty_like(out), torch.empty_like(lse))
+        unfused.backward(problem, out, out, lse, *(torch.empty_like(t) for t in (x.q, x.k, x.v)), need)
 
 
 class TestChoice:

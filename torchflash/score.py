@@ -343,7 +343,7 @@ class _Torch:
         if t.dim():
             # unselected branches of a where may point outside: clamp, the value is not used
             index = [
-                torch.as_tensor(a, device=t.device).long().clamp(0, max(size - 1, 0))
+                self.tensor(a).to(t.device).long().clamp(0, max(size - 1, 0))
                 for a, size in zip(args, t.shape, strict=True)
             ]
             t = t[tuple(index)] if t.numel() else t.new_zeros(torch.broadcast_shapes(*[i.shape for i in index]))
@@ -352,7 +352,8 @@ class _Torch:
     def tensor(self, x: Any) -> Tensor:
         if isinstance(x, Tensor):
             return x
-        return torch.tensor(x, device=self.device, dtype=self.dtype if isinstance(x, float) else None)
+        dtype = self.dtype if isinstance(x, float) else torch.bool if isinstance(x, bool) else torch.int64
+        return torch.full((), x, device=self.device, dtype=dtype)  # written by the device: no copy, no waiting
 
     def float(self, x: Any) -> Tensor:
         return self.tensor(x).to(self.dtype)
