@@ -20,6 +20,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, prove
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
+from torchflash.passes.keep import keep
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
@@ -46,7 +47,7 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
     with code `internal`."""
     options = options or Options()
     records: list[Rewritten | Skipped] = []
-    for module in gm.modules():
+    for module in list(gm.modules()):
         if isinstance(module, GraphModule):
             records += _rewrite_one(module, options)
     return records
@@ -213,12 +214,17 @@ def _apply(
     emitted, tuning = Emitted(), options.tuning().write()
     rewritten: list[_Candidate] = []
     for c in candidates:
+        if options.verify:
+            emitted.tables = {}  # each block has its own, so that its gradients can be told apart
         call = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), tuning, emitted)
         if isinstance(call, Failure):
             failures[c.block.softmax] = call
             continue
         rewritten.append(c)
-        records.append((order[c.block.root], _rewritten(c, call)))
+        record = _rewritten(c, call)
+        records.append((order[c.block.root], record))
+        if options.verify:
+            keep(r, gm, c.block, c.programs, call, emitted, alive, record)
     dead = _dead(r, {c.block.root for c in rewritten}, _alive(r, rewritten))
     for c in rewritten:
         c.block.root.replace_all_uses_with(emitted.results[c.block.root])

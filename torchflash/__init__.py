@@ -11,15 +11,20 @@ __version__ = "0.1.0"
 from torchflash.explaining import explain, rewrite
 from torchflash.options import Options
 from torchflash.report import SKIP_CODES, Report, Rewritten, Skipped, SkippedError
+from torchflash.verifying import Comparison, Verification, Verified, verify
 
 __all__ = [
     "SKIP_CODES",
+    "Comparison",
     "Options",
     "Report",
     "Rewritten",
     "Skipped",
     "SkippedError",
+    "Verification",
+    "Verified",
     "__version__",
     "explain",
     "rewrite",
+    "verify",
 ]

@@ -18,6 +18,7 @@ from torchflash import kernels, passes  # noqa: F401  kernels registers the op
 from torchflash.inductor import compile_by_inductor
 from torchflash.options import Options, parse
 from torchflash.report import Report, SkippedError
+from torchflash.verifying import Collector, Verification
 
 # one logger for the package: TORCH_LOGS="torchflash" shows the reports, "+torchflash" the graphs as well
 log = logging.getLogger("torchflash")
@@ -34,6 +35,12 @@ class Backend:
 
     def __init__(self) -> None:
         self.report = Report()
+        self.verified = Collector()
+
+    @property
+    def verification(self) -> Verification:
+        """What the option `torchflash.verify` has found so far: see `torchflash.verify`."""
+        return self.verified.result(self.report)
 
     def __call__(
         self,
@@ -46,7 +53,9 @@ class Backend:
         ours, patches = parse(mode, options)
         report = rewrite_and_report(gm, ours, graph=self.report.graphs)
         check_strict(report, ours)
-        if ours.inner == "inductor":
+        if ours.verify:
+            compiled = torch._dynamo.lookup_backend("eager")(gm, list(example_inputs))
+        elif ours.inner == "inductor":
             compiled = compile_by_inductor(gm, example_inputs, ours, patches)
         else:
             compiled = torch._dynamo.lookup_backend(ours.inner)(gm, list(example_inputs))
@@ -59,6 +68,7 @@ class Backend:
     def reset(self) -> None:
         """Called by torch._dynamo.reset()."""
         self.report = Report()
+        self.verified = Collector()
 
 
 def check_strict(report: Report, options: Options) -> None:

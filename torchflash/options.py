@@ -34,6 +34,8 @@ class Options:
     autotune: time the tile sizes of each kernel when it first runs, and keep the fastest.
     BLOCK_M, BLOCK_N, num_warps, num_stages: of the kernels; a number for all, or {"forward": 64, …} with the kernels
     forward, backward_kv, backward_q; what is left out is chosen by us.
+    verify: run what each block was beside it and compare (`torchflash.verify`); the rest then runs in eager mode,
+    whatever `inner` says.
     dump: a folder for each graph before and after, as Python, with its report; default: $TORCHFLASH_DUMP.
 
     Raises TypeError or ValueError for a value of the wrong type or range.
@@ -48,12 +50,14 @@ class Options:
     BLOCK_N: int | Mapping[str, int] | None = None
     num_warps: int | Mapping[str, int] | None = None
     num_stages: int | Mapping[str, int] | None = None
+    verify: bool = False
     dump: str | None = field(default_factory=lambda: os.environ.get("TORCHFLASH_DUMP") or None)
 
     def __post_init__(self) -> None:
         _check_type("strict", self.strict, bool)
         _check_type("allow", self.allow, str)
         _check_type("inner", self.inner, str)
+        _check_type("verify", self.verify, bool)
         if isinstance(self.dump, os.PathLike):
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if self.dump is not None:
