@@ -1,5 +1,6 @@
 """Records and reports: the text a person reads (goldens), JSON there and back, and the location taken from a graph."""
 
+import functools
 import json
 
 import expecttest
@@ -180,6 +181,41 @@ def test_locate(called):
     assert len(set(lines)) == 1  # nn.Softmax is located at the line that calls it
     assert all(record["node"] for record in records)
     assert shape == (2, 3)
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Model):
+    forward = decorated(Model.forward)
+
+
+class Delegating(nn.Module):
+    """Finds its submodules in its own __getattr__, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Model()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
+
+    def forward(self, x):
+        return self.base(x)
+
+
+@pytest.mark.parametrize(("model", "prefix"), [(Decorated, ""), (Delegating, "base.")])
+def test_locate_in_wrapped_models(model, prefix):
+    *records, _ = located(model(), torch.randn(2, 3))
+    assert records[0]["module"] == f"{prefix}layers.0.normalise"
 
 
 def test_locate_in_a_plain_function():

@@ -260,7 +260,8 @@ def bytes_of_scores(q: Sequence[Dim], k: Sequence[Dim], itemsize: int) -> int | 
     return total
 
 
-_ROOT = re.compile(r"^[A-Za-z_]\w*(\['[^']*'\])?")  # L['self'], G['model'], or a bare variable
+# L['self'], G['model'], a bare variable; L['args'][0] where nn.Module.compile made it a wrapper's first argument
+_ROOT = re.compile(r"^(L\['args'\]\[0\]|[A-Za-z_]\w*(\['[^']*'\])?)")
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -270,7 +271,7 @@ def _module(node: torch.fx.Node) -> str:
         return ""
     path, kind = list(stack.values())[-1]
     path = re.sub(r"\.?__closure__\[\d+\]\.cell_contents", "", str(path))
-    path = re.sub(r"\._modules(?=\[|\.)", "", _ROOT.sub("", path, count=1))
+    path = re.sub(r"\.(__dict__\['_modules'\]|_modules)(?=\[|\.)", "", _ROOT.sub("", path, count=1))
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     parts = [part for part in path.split(".") if part and part not in _WRAPPERS]
     if parts:
