@@ -9,6 +9,7 @@ Importing this package touches no device and does not need Triton.
 __version__ = "0.1.0"
 
 from torchflash.explaining import explain, rewrite
+from torchflash.functional import attention
 from torchflash.options import Options
 from torchflash.report import SKIP_CODES, Report, Rewritten, Skipped, SkippedError
 from torchflash.verifying import Comparison, Verification, Verified, verify
@@ -24,6 +25,7 @@ __all__ = [
     "Verification",
     "Verified",
     "__version__",
+    "attention",
     "explain",
     "rewrite",
     "verify",
