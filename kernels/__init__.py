@@ -4,4 +4,5 @@ Importing it registers torch.ops.torchflash.attention and torch.ops.torchflash.a
 only when a kernel is launched. Nothing here imports torchflash.passes.
 """
 
-from torchflash.kernels import op as op
+from torchflash.kernels import op as op  # isort: skip  (before its formulas)
+from torchflash.kernels import flops as flops
