@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchflash.kernels import program as programs
 from torchflash.kernels import reference, unfused
@@ -48,31 +49,40 @@ library.define(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], dropout_p: float, seed: Tensor | None) -> None:
-    def shapes() -> str:
-        return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"torchflash::attention: q, k and v must be [batch, heads, length, dim]; got {shapes()}")
-    (B, H, _, D), (Bk, Hk, N, Dk), (Bv, Hv, Nv, _) = q.shape, k.shape, v.shape
+    try:
+        (B, H, _, D), (Bk, Hk, N, Dk), (Bv, Hv, Nv, _) = q.shape, k.shape, v.shape
+    except ValueError:
+        raise ValueError(
+            f"torchflash::attention: q, k and v must be [batch, heads, length, dim]; got {_shapes(q, k, v)}"
+        ) from None
     if not (B == Bk == Bv and D == Dk and N == Nv):
         raise ValueError(
             "torchflash::attention: batch sizes must agree, q and k must have one dim, k and v one length; "
-            f"got {shapes()}"
+            f"got {_shapes(q, k, v)}"
         )
     if H and (not Hk or not Hv or H % Hk or H % Hv):
-        raise ValueError(f"torchflash::attention: the heads of k and of v must divide those of q; got {shapes()}")
-    if q.dtype != k.dtype or any(x.dtype not in DTYPES for x in (q, k, v)):
+        raise ValueError(
+            f"torchflash::attention: the heads of k and of v must divide those of q; got {_shapes(q, k, v)}"
+        )
+    dtype, device = q.dtype, q.device
+    if k.dtype != dtype or dtype not in DTYPES or v.dtype not in DTYPES:
         raise TypeError(
             "torchflash::attention: q and k must have one dtype, all of float16, bfloat16, float32; "
             f"got {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    others = [k, v, *(c for c in captures if c.dim()), *([seed] if seed is not None else [])]
-    if any(x.device != q.device for x in others):
-        raise ValueError(f"torchflash::attention: every tensor must be on the device of q, {q.device}; move it there")
+    elsewhere = k.device != device or v.device != device or (seed is not None and seed.device != device)
+    for c in captures:
+        elsewhere = elsewhere or (c.device != device and c.dim() > 0)
+    if elsewhere:
+        raise ValueError(f"torchflash::attention: every tensor must be on the device of q, {device}; move it there")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"torchflash::attention: dropout_p must be in [0, 1]; got {dropout_p}")
     if dropout_p and (seed is None or seed.dtype != torch.int64 or seed.numel() != 1):
         raise ValueError("torchflash::attention: dropout needs a seed, an int64 tensor of one element")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
 # ------------------------------------------------------------------------------------------------- results and strides
@@ -83,7 +93,7 @@ def _empty_out(q: Tensor, v: Tensor, layout: str) -> Tensor:
     if layout == "bhmd":
         return v.new_empty((B, H, M, v.shape[-1]))
     if layout == "bmhd":
-        return v.new_empty((B, M, H, v.shape[-1])).transpose(1, 2)
+        return _heads_inside(v, B, H, M, v.shape[-1])
     raise ValueError(f"torchflash::attention: unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
 
 
@@ -94,8 +104,13 @@ def _empty_lse(q: Tensor) -> Tensor:
 def _empty_gradient(x: Tensor) -> Tensor:
     B, H, L, D = x.shape
     if H != 1 and L != 1 and x.stride(1) < x.stride(2):
-        return x.new_empty((B, L, H, D)).transpose(1, 2)
+        return _heads_inside(x, B, H, L, D)
     return x.new_empty((B, H, L, D))
+
+
+def _heads_inside(like: Tensor, B: int, H: int, L: int, D: int) -> Tensor:
+    """[B, H, L, D] in the memory of a contiguous [B, L, H, D]; not a view, so that users may write in place."""
+    return like.new_empty_strided((B, H, L, D), (L * H * D, D, H * D, 1))
 
 
 # ------------------------------------------------------------------------------------------------------ implementation
@@ -103,15 +118,21 @@ def _empty_gradient(x: Tensor) -> Tensor:
 
 def _kernels_for(q: Tensor, v: Tensor) -> Any | None:
     """The Triton implementation where it can run on these operands, else None: blockwise torch."""
+    device = q.device
     if not q.shape[-1] or not v.shape[-1]:
         return None
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "0":
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "0":
         return None  # and triton is not imported
+    return _launch(device)
+
+
+@functools.cache
+def _launch(device: torch.device) -> Any | None:
     try:
         from torchflash.kernels import launch
     except ImportError:
         return None
-    return launch if launch.supports(q.device) else None
+    return launch if launch.supports(device) else None
 
 
 def _unfused(p: reference.Problem) -> bool:
@@ -130,9 +151,15 @@ def _problem(
     tuning: str,
 ) -> reference.Problem:
     _check(q, k, v, captures, dropout_p, seed)
-    program = programs.read(*texts, programs.kinds_of(captures))
-    here = [c if c.device == q.device else c.to(q.device) for c in captures]
+    program = programs.read(*texts, tuple([_kind(c.dtype) for c in captures]))
+    device = q.device
+    here = [c if c.device == device else c.to(device) for c in captures]
     return reference.Problem(q, k, v, here, sizes, program, dropout_p, seed, tunings.read(tuning))
+
+
+@functools.cache
+def _kind(dtype: torch.dtype) -> str:
+    return programs.kinds_of([torch.empty(0, dtype=dtype)])[0]
 
 
 def _forward(
@@ -212,35 +239,112 @@ def _backward_fake(
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
+# By hand: torch.library.register_autograd does the same for any schema, at several times the launch of a kernel.
+
+_guard, _no_autocast = torch._C._AutoDispatchBelowAutograd, torch._C._DisableAutocast
+_ends: dict[int, bool] = {}  # keysets, as numbers: whether nothing but the implementation comes after autograd
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, captures, sizes, score, keep, fill, post, dropout_p, seed, _, tuning = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, seed, *captures)
-    ctx.rest = (list(sizes), score, keep, fill, post, dropout_p, tuning)
+def _ends_here(keyset: Any) -> bool:
+    """Whether the dispatcher would go from autograd straight to CPU or CUDA: no mode, subclass or transform in it."""
+    number = keyset.raw_repr()
+    found = _ends.get(number)
+    if found is None:
+        below = keyset & torch._C._after_ADInplaceOrView_keyset
+        real = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+        found = _ends[number] = below.highestPriorityTypeId() in real
+    return found
 
 
-def _autograd(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, seed, *captures = ctx.saved_tensors
-    sizes, score, keep, fill, post, dropout_p, tuning = ctx.rest
-    need = [bool(n) for n in ctx.needs_input_grad[3]] if captures else []
-    nothing: tuple[Any, ...] = ([] if not sizes else None, *[None] * 8)
-    if do is None:
-        return None, None, None, [None] * len(captures), *nothing
-    dq, dk, dv, dcaptures = torch.ops.torchflash.attention_backward(
-        do, q, k, v, out, lse, captures, sizes, need, score, keep, fill, post, dropout_p, seed, tuning
-    )
-    found = iter(dcaptures)
-    return dq, dk, dv, [next(found) if n else None for n in need], *nothing
+def _forward_below(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    if _ends_here(keyset):
+        with _guard(), _no_autocast():
+            return _forward(*args)
+    with _guard():
+        return torch.ops.torchflash.attention.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
-    raise RuntimeError(
-        "torchflash: attention has no second derivative; leave that block out of torch.compile to compute one"
-    )
+def _backward_below(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    if _ends_here(keyset):
+        with _guard(), _no_autocast():
+            return _backward(*args)
+    with _guard():
+        op = torch.ops.torchflash.attention_backward.default
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+class _Attention(torch.autograd.Function):
+    """`captures` come one by one, as autograd sees no tensors inside a list."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, rest: Any, *captures: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        sizes, score, keep, fill, post, dropout_p, layout, tuning = rest
+        out, lse = _forward_below(
+            keyset, q, k, v, list(captures), sizes, score, keep, fill, post, dropout_p, seed, layout, tuning
+        )
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, seed, *captures)
+        ctx.rest = rest
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
+        q, k, v, out, lse, seed, *captures = ctx.saved_tensors
+        sizes, score, keep, fill, post, dropout_p, _, tuning = ctx.rest
+        need = list(ctx.needs_input_grad[6:])
+        if do is None:
+            return (None,) * (6 + len(captures))
+        dq, dk, dv, dcaptures = torch.ops.torchflash.attention_backward.default(
+            do, q, k, v, out, lse, captures, sizes, need, score, keep, fill, post, dropout_p, seed, tuning
+        )
+        found = iter(dcaptures)
+        return None, dq, dk, dv, None, None, *(next(found) if n else None for n in need)
+
+
+class _Backward(torch.autograd.Function):
+    """There so that a second derivative is an error and not silently 0."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], *tensors: Tensor) -> tuple[Tensor, ...]:
+        dq, dk, dv, dcaptures = run()
+        return dq, dk, dv, *dcaptures
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "torchflash: attention has no second derivative; leave that block out of torch.compile to compute one"
+        )
+
+
+def _forward_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*args[:3], *args[3])
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        q, k, v, captures, *rest = args
+        seed = rest.pop(6)
+        return _Attention.apply(keyset, q, k, v, seed, rest, *captures)
+    return _forward_below(keyset, *args)
+
+
+def _backward_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        dq, dk, dv, *dcaptures = _Backward.apply(lambda: _backward_below(keyset, *args), *args[:6], *args[6])
+        return dq, dk, dv, dcaptures
+    return _backward_below(keyset, *args)
+
+
+library.impl("attention", _forward_autograd, "Autograd", with_keyset=True)
+library.impl("attention_backward", _backward_autograd, "Autograd", with_keyset=True)
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "torchflash: attention has no forward-mode derivative; leave that block out of torch.compile to compute one"
+        )
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -249,8 +353,6 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     )
 
 
-torch.library.register_autograd("torchflash::attention", _autograd, setup_context=_setup, lib=library)
-torch.library.register_autograd("torchflash::attention_backward", _refuse_double_backward, lib=library)
 torch.library.register_vmap("torchflash::attention", _refuse_vmap, lib=library)
 torch.library.register_vmap("torchflash::attention_backward", _refuse_vmap, lib=library)
 

@@ -54,8 +54,9 @@ class Problem:
         self.sizes = {f"z{i}": int(z) for i, z in enumerate(sizes)}
         self.dropout_p, self.seed, self.tuning = dropout_p, seed, tuning
         self.B, self.H, self.M, _ = q.shape
-        self.N = k.shape[2]
-        self.group_k, self.group_v = (max(1, self.H // max(1, x.shape[1])) for x in (k, v))
+        _, heads_k, self.N, _ = k.shape
+        self.group_k = self.H // heads_k if self.H else 1
+        self.group_v = self.H // v.shape[1] if self.H else 1
 
     @functools.cached_property
     def block(self) -> Block:

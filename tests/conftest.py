@@ -46,4 +46,5 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     patch(torch, "empty")
     patch(torch, "empty_like")
     patch(torch.Tensor, "new_empty")
+    patch(torch.Tensor, "new_empty_strided")
     yield

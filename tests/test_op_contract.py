@@ -12,6 +12,7 @@ import torch
 from attention_cases import CASES, F16, F32, build
 from oracle import INF, Inputs, run_op
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -141,6 +142,81 @@ def test_double_backward_raises():
     (g,) = torch.autograd.grad(out.sin().sum(), [q], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(g.sum(), [q])
+
+
+@pytest.mark.parametrize("which", ["dual", "jvp"])
+def test_forward_mode_raises(which):
+    q, k, v = tensors()
+
+    def attention(x):
+        return OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")[0]
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        if which == "jvp":
+            torch.func.jvp(attention, (q,), (q,))
+        with forward_ad.dual_level():
+            attention(forward_ad.make_dual(q, q))
+    with forward_ad.dual_level():
+        attention(q)  # without a tangent
+
+
+@pytest.mark.parametrize("wanted", ["none", "q", "v", "capture"])
+def test_the_tape_is_kept_where_something_needs_it(wanted):
+    q, k, v = tensors()
+    t = torch.randn(4)
+    leaves = {"q": q, "v": v, "capture": t}
+    if wanted != "none":
+        leaves[wanted].requires_grad_()
+
+    def attention():
+        return OP(q, k, v, [t], [], "0.25 * s + t0[h] * float(n)", "", -INF, "p", 0.0, None, "bhmd", "")
+
+    out, lse = attention()
+    assert out.requires_grad == (wanted != "none") and not lse.requires_grad
+    with torch.no_grad():
+        assert not attention()[0].requires_grad
+    with torch.inference_mode():
+        assert torch.equal(attention()[0], out)
+    if wanted != "none":
+        (g,) = torch.autograd.grad(out.sum(), [leaves[wanted]])
+        assert g.count_nonzero()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_modes_see_the_op_after_plain_calls(grad):
+    """Straight to the implementation only where nobody is in between."""
+    seen = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = (x.requires_grad_(grad) for x in tensors())
+
+    def step():
+        out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")
+        return out, torch.autograd.grad(out.sum(), [q]) if grad else None
+
+    before = step()
+    with Look():
+        torch.testing.assert_close(step(), before)
+    assert OP.default in seen and (BACKWARD.default in seen) == grad
+    with FakeTensorMode() as mode:
+        out, _ = OP(*(mode.from_tensor(x) for x in (q, k, v)), [], [], *CAUSAL, 0.0, None, "bhmd", "")
+        assert type(out) is not torch.Tensor
+    out, _ = OP(*(x.to("meta") for x in (q, k, v)), [], [], *CAUSAL, 0.0, None, "bhmd", "")
+    assert out.device.type == "meta"
+    torch.testing.assert_close(step(), before)
+
+
+def test_results_may_be_written_in_place():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    for layout in ("bhmd", "bmhd"):
+        out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "")
+        out.mul_(2.0).sum()
+        with torch.no_grad():
+            OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "")[0].mul_(2.0)
 
 
 def test_vmap_raises():
