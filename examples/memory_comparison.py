@@ -162,6 +162,7 @@ def ran_out(error):
 
 
 def one_line(error):
+    error = getattr(error, "inner_exception", error)  # Dynamo wraps what a backend raises
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 

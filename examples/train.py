@@ -91,7 +91,9 @@ def batches(text, o):
 
 def train(model, text, o, name):
     """Trains in place; gives the loss of each step and the seconds that a step takes once compiled."""
-    run = torch.compile(model, backend="torchflash") if name == "torchflash" else model
+    run = model
+    if name == "torchflash":
+        run = torch.compile(model, backend="torchflash", options={"torchflash.inner": o.inner})
     optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr)
     losses, started = [], time.perf_counter()
     for i, tokens in enumerate(batches(text, o)):
@@ -142,6 +144,7 @@ def options(arguments=None):
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--dropout", type=float, default=0.0)
     p.add_argument("--amp", action="store_true", help="autocast to bfloat16; default: float32")
+    p.add_argument("--inner", default="inductor", help="what compiles the rest: inductor, aot_eager or eager")
     p.add_argument("--text-kb", type=int, default=1000, help="how much of the standard library to read")
     p.add_argument("--every", type=int, default=10, help="print the loss of every so many steps")
     p.add_argument("--out", type=Path, default=Path("results"), help="folder for CSV and plot; default results")
