@@ -112,7 +112,7 @@ def attention(
     if dropout_p == 1.0:  # of which the operator makes nothing, not even scores
         with torch.no_grad():
             _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "")
-    return out, (statistics[0] + statistics[1].log()).reshape(*lead, M)
+    return out, (statistics[0] + statistics[1].clamp(min=0.0).log()).reshape(*lead, M)
 
 
 # ------------------------------------------------------------------------------------------------------------ operands
