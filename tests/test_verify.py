@@ -93,7 +93,8 @@ def wrong(monkeypatch: pytest.MonkeyPatch, passing: str, change) -> None:
                                      {"checkpoints": True, "dropout": 0.3}], ids=str)  # fmt: skip
 def test_every_block_is_compared(x, options):
     report = torchflash.verify(Model(**options))(x)
-    assert [block.module for block in report] == ["layers.0", "layers.1"]
+    assert [block.where for block in report] == [r.where for r in report.report.rewritten]
+    assert len(report) == 2 and (options.get("breaks") or [b.module for b in report] == ["layers.0", "layers.1"])
     assert all(names(block) == BOTH and block.calls == 1 for block in report), str(report)
     assert report.ok and report.nonfinite == (), str(report)
     assert all("test_verify.py:" in block.source and "t0[h]" in block.score for block in report)
@@ -114,11 +115,15 @@ def test_without_gradients_only_the_output_is(x):
         assert torchflash.verify(Model())(torch.randn(2, 24, 32)).ok
 
 
-def test_dynamic_shapes(x):
-    run = torchflash.verify(Model(), dynamic=True)
-    for length in (24, 17, 31):
-        report = run(torch.randn(2, length, 32))
-        assert report.ok and len(report) == 2, str(report)
+@pytest.mark.parametrize("name", ["nanogpt", "causal_triu_inf_added", "padding_lengths_in_graph"])
+def test_dynamic_shapes(name):
+    fn, _ = make(FORMS[name])
+    run = torchflash.verify(fn, dynamic=True)
+    for length in (13, 24, 7):
+        _, inputs = make(FORMS[name], S=length)
+        report = run(*inputs)
+        assert report.ok and len(report) == 1, str(report)
+        assert "s" in str(report.report.rewritten[0].q)  # symbolic sizes: one graph for all
 
 
 def test_autocast(x):
@@ -264,10 +269,10 @@ def test_nothing_rewritten_is_not_ok():
 def test_budget():
     exact = torch.tensor([1.0, -2.0], dtype=torch.float64)
     ours, eager = torch.tensor([1.0, -2.0 - 3e-6]), torch.tensor([1.0 + 2e-6, -2.0])
-    c = compare("out", "", ours, eager, exact, 0.0, OUTPUT)
+    c = compare("out", "", ours, eager, exact, 0.0, OUTPUT, torch.float32)
     assert c.ok and math.isclose(c.error, 3e-6, rel_tol=0.1) and math.isclose(c.relative, c.error / 2)
-    assert not compare("out", "", torch.tensor([1.0, -2.0 - 5e-6]), eager, exact, 0.0, OUTPUT).ok
-    assert compare("out", "", torch.zeros(0), torch.zeros(0), torch.zeros(0).double(), 0.0, OUTPUT).ok
+    assert not compare("out", "", torch.tensor([1.0, -2.0 - 5e-6]), eager, exact, 0.0, OUTPUT, torch.float32).ok
+    assert compare("out", "", torch.zeros(0), torch.zeros(0), torch.zeros(0).double(), 0.0, OUTPUT, torch.float32).ok
 
 
 # -------------------------------------------------------------------------------------------- the option, and text

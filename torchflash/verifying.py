@@ -213,18 +213,27 @@ def _badness(c: Comparison) -> tuple[bool, float]:
 
 
 def compare(
-    name: str, tensor: str, ours: Tensor, eager: Tensor, exact: Tensor, scale: float, ulps: tuple[int, int]
+    name: str,
+    tensor: str,
+    ours: Tensor,
+    eager: Tensor,
+    exact: Tensor,
+    scale: float,
+    ulps: tuple[int, int],
+    dtype: torch.dtype,
 ) -> Comparison:
     """`ours` and `eager`, of the model's dtype, against `exact`, of float64.
 
     The budget is twice eager's own error, and at least `ulps` units in the last place (of float32, of a half type) of
-    the largest element or of `scale`, the incoming gradient's largest: sums in another order differ by that.
+    the largest element or of `scale`, the incoming gradient's largest: sums in another order differ by that. The unit
+    is that of `dtype`, which the products are computed in, or of the tensor's own where that is coarser.
     """
     a, b, c = (x.detach().to(torch.float64) for x in (ours, eager, exact))
     finite_a, finite_b, finite_c = (x.isfinite() for x in (a, b, c))
     largest = _max(c.abs(), finite_c)
     error, own = _max((a - c).abs(), finite_a & finite_c), _max((b - c).abs(), finite_b & finite_c)
-    floor = ulps[ours.dtype != torch.float32] * torch.finfo(ours.dtype).eps * max(largest, scale)
+    coarser = max((ours.dtype, dtype), key=lambda d: torch.finfo(d).eps)
+    floor = ulps[coarser != torch.float32] * torch.finfo(coarser).eps * max(largest, scale)
     return Comparison(
         name=name, tensor=tensor, error=error, relative=_ratio(error, largest), eager_error=own,
         eager_relative=_ratio(own, largest), budget=max(2 * own, floor), nonfinite=int((~finite_a).sum()),
@@ -301,6 +310,7 @@ class Block:
     ) -> None:
         self.record, self.inputs, self.eager, self.dropout, self.problem = record, inputs, eager, dropout, problem
         self.key = id(self)
+        self.dtype: torch.dtype = getattr(torch, record.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         return self  # a copy of the graph is the same block
@@ -346,7 +356,7 @@ class Call:
         def run() -> list[Comparison]:
             with torch.no_grad():
                 eager, exact = self.eager(self.inputs), self.exact(self.doubled(self.inputs))
-                return [compare("out", "", out, eager, exact, 0.0, OUTPUT)]
+                return [compare("out", "", out, eager, exact, 0.0, OUTPUT, self.block.dtype)]
 
         self._compare("forward", run)
 
@@ -373,7 +383,7 @@ class Call:
                 ours = torch.zeros_like(found[0][i]) if ours is None else ours
                 name = "+".join(f"d{role}" for role in (d.role or d.name).split("+"))
                 ulps = OPERAND if set(d.role.split("+")) & {"q", "k", "v"} else CAPTURE
-                results.append(compare(name, d.name, ours, found[0][i], found[1][i], scale, ulps))
+                results.append(compare(name, d.name, ours, found[0][i], found[1][i], scale, ulps, self.block.dtype))
             return sorted(results, key=lambda c: ("qkv".find(c.name[1:2]) % 4, c.name))
 
         self._compare("backward", run)
