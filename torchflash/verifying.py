@@ -146,7 +146,8 @@ class Verification(Sequence[Verified]):
 
     def __str__(self) -> str:
         good = sum(block.ok for block in self.blocks)
-        skipped = f", {len(self.report.skipped)} softmaxes left alone" if self.report.skipped else ""
+        alone = len(self.report.skipped)
+        skipped = f", {alone} softmax{'' if alone == 1 else 'es'} left alone" if alone else ""
         head = f"torchflash.verify: {good} of {len(self.blocks)} blocks as accurate as eager{skipped}"
         columns = ["           tensor      error relative        error relative  (against float64)"]
         return "\n".join([head, *(columns if self.blocks else []), *map(str, self.nonfinite), *map(str, self.blocks)])
