@@ -169,11 +169,12 @@ def one_line(error):
 def limit_memory(o):
     """Applies --limit-gb, or keeps a CPU run from taking more than there is; says which."""
     if o.device.startswith("cuda"):
+        torch.cuda.set_device(o.device)  # what follows, and peak_bytes, speak of the current one
         if o.limit_gb:
             total = torch.cuda.get_device_properties(o.device).total_memory
             if o.limit_gb * 1e9 > total:
                 raise SystemExit(f"--limit-gb {o.limit_gb:g}: this device has {total / 1e9:.1f} GB; give less")
-            torch.cuda.set_per_process_memory_fraction(o.limit_gb * 1e9 / total, torch.device(o.device))
+            torch.cuda.set_per_process_memory_fraction(o.limit_gb * 1e9 / total)
             return f"limited to {o.limit_gb:g} GB of {total / 1e9:.1f} GB by the allocator"
         return "no limit"
     if sys.platform == "linux":
@@ -226,13 +227,13 @@ def write_plot(rows, title, path):
         failed = [row.length for row in rows if row.impl == impl and row.status == OUT_OF_MEMORY]
         for axes, key in ((memory, "peak_mib"), (speed, "tokens_per_s")):
             axes.plot([r.length for r in ran], [getattr(r, key) for r in ran], "o-", color=f"C{i}", label=impl)
-        # at the upper edge of the axes, whatever the scale
-        edge = memory.get_xaxis_transform()
-        memory.plot(failed, [1 - 0.03 * i] * len(failed), "x", color=f"C{i}", transform=edge, clip_on=False)
+        # near the upper edge of the axes, whatever the scale
+        upper = [0.97 - 0.03 * i] * len(failed)
+        memory.plot(failed, upper, "x", color=f"C{i}", transform=memory.get_xaxis_transform())
     for axes, name in ((memory, "peak memory of a step, MiB (×: out of memory)"), (speed, "tokens/s")):
         axes.set(xscale="log", yscale="log", xlabel="sequence length", title=name)
         axes.set_xticks(lengths, [str(n) for n in lengths])
-        axes.minorticks_off()
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)

@@ -123,7 +123,7 @@ def write_plot(curves, path):
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=[2, 1])
     for (name, losses), style in zip(curves.items(), ("-", "--"), strict=True):
         top.plot(losses, style, label=name)
-    bottom.semilogy([abs(a - b) for a, b in zip(*curves.values(), strict=True)], color="black", linewidth=0.8)
+    bottom.plot([abs(a - b) for a, b in zip(*curves.values(), strict=True)], color="black", linewidth=0.8)
     top.set(ylabel="loss, nats per byte")
     bottom.set(ylabel="|difference|", xlabel="step")
     top.legend()
