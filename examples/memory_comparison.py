@@ -169,7 +169,8 @@ def one_line(error):
 def limit_memory(o):
     """Applies --limit-gb, or keeps a CPU run from taking more than there is; says which."""
     if o.device.startswith("cuda"):
-        torch.cuda.set_device(o.device)  # what follows, and peak_bytes, speak of the current one
+        if torch.device(o.device).index is not None:
+            torch.cuda.set_device(o.device)  # what follows, and peak_bytes, speak of the current one
         if o.limit_gb:
             total = torch.cuda.get_device_properties(o.device).total_memory
             if o.limit_gb * 1e9 > total:
