@@ -117,12 +117,13 @@ def _uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _shapes_not_learnt() -> Iterator[None]:
-    """Sizes are what they are here, and sizes seen here do not make dimensions of a later compile dynamic."""
+    """Sizes are what they are here, and sizes seen here do not make dimensions of a later compile dynamic. Floats are
+    constants: where a compile cannot keep one symbolic, such as a dropout's p, it starts over so as well."""
     from torch._dynamo import pgo
 
     learnt = pgo.get_code_state()
     saved = copy.deepcopy(learnt)
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, specialize_float=True):
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -43,8 +44,8 @@ _collector: ContextVar[Collector | None] = ContextVar("torchflash_verified", def
 class Comparison:
     """One tensor of a block, the output or a gradient, against float64.
 
-    name: "out", "dq", "dk", "dv", "dt0" … for captured tensors (several joined by "+" where one tensor has several
-    roles). tensor: its name in the graph. error: max |torchflash - float64|. relative: that divided by max |float64|.
+    name: "out", "dq", "dk", "dv", "dt0" … for tensors of the score, "d(name)" for others that it is computed from;
+    joined by "+" where one tensor has several roles. tensor: its name in the graph. error: max |torchflash - float64|. relative: that divided by max |float64|.
     eager_error, eager_relative: the same of eager in its dtype. budget: the error up to which `ok`. nonfinite,
     eager_nonfinite: how many elements are NaN or infinite; worse: how many are so only in torchflash. elements: how
     many there are.
@@ -265,6 +266,12 @@ class Input:
     written: bool
     written_after: bool
 
+    @property
+    def plain_name(self) -> str:
+        """As the user knows it: "layers.0.bias.weight" for a parameter, "mask" for an argument."""
+        path = re.sub(r"_(modules|parameters|buffers)_", ".", self.name.removeprefix("l_").removesuffix("_"))
+        return path.removeprefix("self.").replace("..", ".")
+
 
 @dataclass(frozen=True)
 class DropoutAxes:
@@ -382,9 +389,11 @@ class Call:
             for i in at:
                 d, ours = self.block.inputs[i], gradients[i]
                 ours = torch.zeros_like(found[0][i]) if ours is None else ours
-                name = "+".join(f"d{role}" for role in (d.role or d.name).split("+"))
+                name = "+".join(f"d{role}" for role in d.role.split("+")) if d.role else f"d({d.plain_name})"
                 ulps = OPERAND if set(d.role.split("+")) & {"q", "k", "v"} else CAPTURE
-                results.append(compare(name, d.name, ours, found[0][i], found[1][i], scale, ulps, self.block.dtype))
+                results.append(
+                    compare(name, d.plain_name, ours, found[0][i], found[1][i], scale, ulps, self.block.dtype)
+                )
             return sorted(results, key=lambda c: ("qkv".find(c.name[1:2]) % 4, c.name))
 
         self._compare("backward", run)
