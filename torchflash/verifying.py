@@ -45,10 +45,10 @@ class Comparison:
     """One tensor of a block, the output or a gradient, against float64.
 
     name: "out", "dq", "dk", "dv", "dt0" … for tensors of the score, "d(name)" for others that it is computed from;
-    joined by "+" where one tensor has several roles. tensor: its name in the graph. error: max |torchflash - float64|. relative: that divided by max |float64|.
-    eager_error, eager_relative: the same of eager in its dtype. budget: the error up to which `ok`. nonfinite,
-    eager_nonfinite: how many elements are NaN or infinite; worse: how many are so only in torchflash. elements: how
-    many there are.
+    joined by "+" where one tensor has several roles. tensor: its name in the graph. error: max |torchflash - float64|.
+    relative: that divided by max |float64|. eager_error, eager_relative: the same of eager in its dtype. budget: the
+    error up to which `ok`. nonfinite, eager_nonfinite: how many elements are NaN or infinite; worse: how many are so
+    only in torchflash. elements: how many there are.
     """
 
     name: str
