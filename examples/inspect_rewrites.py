@@ -80,8 +80,8 @@ class Model(nn.Module):
 
 def main():
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 24, 64) for _ in range(3))
-    present = torch.arange(24) < torch.tensor([24, 11])[:, None]
+    q, k, v = (torch.randn(2, 1024, 64) for _ in range(3))
+    present = torch.arange(1024) < torch.tensor([1024, 700])[:, None]
     print(torchflash.explain(Model())(q, k, v, present))
     if folder := os.environ.get("TORCHFLASH_DUMP"):
         print(f"\nbefore and after: {os.path.join(folder, 'graph_0.before.py')}, graph_0.after.py")

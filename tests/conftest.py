@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchflash.kernels import unfused
+
+unfused.MEASURED.clear()  # fused at every length: a test says itself where attention is to run unfused
 torch.set_num_threads(1)  # the tensors are small and the cores few
 
 if os.environ.get("TRITON_INTERPRET") == "1":

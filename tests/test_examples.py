@@ -47,14 +47,14 @@ torchflash: 3 rewritten, 1 skipped in 1 graph
 skipped    returns_weights (inspect_rewrites.py:64) weights_used: the scores or weights are returned [at output]
            the scores or probabilities are used elsewhere, so they must exist; do not return or log them
 rewritten  padded (inspect_rewrites.py:30)
-           q [2, 4, 24, 16], k [2, 4, 24, 16], v [2, 4, 24, 16], float32, saves 36.0 KiB
+           q [2, 4, 1024, 16], k [2, 4, 1024, 16], v [2, 4, 1024, 16], float32, saves 64.0 MiB
            score  where((n <= m) & t0[b, n], 0.25 * s, -inf)
            keep   (n <= m) & t0[b, n]
 rewritten  alibi (inspect_rewrites.py:45)
-           q [2, 4, 24, 16], k [2, 4, 24, 16], v [2, 4, 24, 16], float32, saves 36.0 KiB
+           q [2, 4, 1024, 16], k [2, 4, 1024, 16], v [2, 4, 1024, 16], float32, saves 64.0 MiB
            score  0.25 * s - t0[h] * float(abs(m - n))
 rewritten  grouped (inspect_rewrites.py:56)
-           q [2, 4, 24, 16], k [2, 2, 24, 16], v [2, 2, 24, 16], float32, heads 4 over 2, saves 36.0 KiB
+           q [2, 4, 1024, 16], k [2, 2, 1024, 16], v [2, 2, 1024, 16], float32, heads 4 over 2, saves 64.0 MiB
            score  32.0 * tanh(0.03125 * s)
 
 before and after: dumps/graph_0.before.py, graph_0.after.py
@@ -72,9 +72,9 @@ before and after: dumps/graph_0.before.py, graph_0.after.py
         self.assertExpectedInline(
             "\n".join(re.sub(r"(\.default\(|\], \[\],) ?", r"\1\n    ", line) for line in lines),
             """\
-matmul: "f32[2, 4, 24, 24]" = q @ transpose_3
-weights: "f32[2, 4, 24, 24]" = torch.softmax(matmul, dim = -1)
-out: "f32[2, 4, 24, 16]" = weights @ v
+matmul: "f32[2, 4, 1024, 1024]" = q @ transpose_3
+weights: "f32[2, 4, 1024, 1024]" = torch.softmax(matmul, dim = -1)
+out: "f32[2, 4, 1024, 16]" = weights @ v
 attention_default = torch.ops.torchflash.attention.default(
     permute, permute_1, permute_2, [l_present_], [],
     'where((n <= m) & t0[b, n], 0.25 * s, -inf)', '(n <= m) & t0[b, n]', -inf, 'p', 0.0, None, 'bhmd', '')

@@ -4,6 +4,9 @@ which one is taken."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -213,6 +216,21 @@ def test_the_option_reaches_the_op(dynamic, monkeypatch):
         torch.testing.assert_close(got, torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)))
         assert taken == (["forward", "backward"] if length < 40 else [])
         taken.clear()
+
+
+def test_what_is_measured_comes_with_the_package():
+    """On the CPU: elsewhere in the tests the table is empty."""
+    program = """
+import torch
+from torchflash.kernels import tuning, unfused
+for length in (64, 256, 512, 2048):
+    for itemsize in (2, 4):
+        print(length, unfused.describe((1, 8, length, length), torch.device("cpu"), itemsize, tuning.read("")))
+"""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    ways = {tuple(line.split(",")[0].split()) for line in done.stdout.splitlines()}
+    assert ways == {("64", "unfused"), ("256", "unfused"), ("512", "fused"), ("2048", "fused")}
 
 
 def test_the_op_takes_the_way_chosen(monkeypatch):
