@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
         )
     axes = _axis_names(block)
     body, post = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
-    keep, fill = masked_form(body)
+    keep, fill = masked_form(body, chooser.adds_mask)
     names = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post)))
     symbols = _sizes_in(body, post)
     renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
@@ -174,6 +174,14 @@ class _Chooser:
             and t.requires_grad
             and any(self.queries & ix.expr_axes(i) and self.keys in ix.expr_axes(i) for i in e.args)
         )
+
+    def adds_mask(self, e: Expr) -> bool:
+        """Whether a load that is added to the scores looks like a mask: a float without a gradient, the same for all
+        heads. Then the kernels look for what is huge and negative in it."""
+        if e.value[1:] not in self.r.held or "h" in score.names(e) or "n" not in score.names(e):
+            return False
+        t = tensor(self.r.held[e.value[1:]][0])
+        return t is not None and t.dtype.is_floating_point and not t.requires_grad
 
     def _narrowest(self, e: Expr) -> tuple[Node, tuple[Index, ...]] | None:
         """Where `e` can be loaded from with the fewest axes, at an index that needs no other load."""
@@ -288,24 +296,25 @@ def _retarget(e: Expr, renamed: dict[Expr, Expr], targets: dict[str, str]) -> Ex
 # ------------------------------------------------------------------------------------------------------------ masks
 
 
-def masked_form(e: Expr) -> tuple[Expr | None, float]:
-    """(keep, fill) such that `e` is at most fill wherever keep is false; keep is None where nothing is masked by
-    position.
+def masked_form(e: Expr, adds_mask: Callable[[Expr], bool] = lambda load: False) -> tuple[Expr | None, float]:
+    """(keep, fill) such that `e` is at most fill wherever keep is false; keep is None where nothing is masked.
 
     0.125 * s + where(n <= m, 0.0, -inf)  ->  n <= m, -inf
+    0.125 * s + t0[b, 0, m, n]            ->  t0[b, 0, m, n] > -1e30, -1e30    if adds_mask(t0[b, 0, m, n])
 
     The score itself stays as it is written: in a row that keeps no key an added mask passes gradients on, a filled
     one does not.
     """
-    lifted = _lift(e)
+    lifted = _lift(e, adds_mask)
     if lifted is None:
         return None, 0.0
     keep, _, fill = lifted
-    positional = any(c.op in score.COMPARE and all(map(score.is_int, c.args)) for c in score.topological(keep))
-    return (keep, fill) if positional and fill <= MASKED else (None, 0.0)
+    decides = bool(score.names(keep) & {"m", "n"}) and not score.names(keep) & {"s", "p"}
+    return (keep, fill) if decides and fill <= MASKED else (None, 0.0)
 
 
-def _lift(e: Expr) -> tuple[Expr, Expr, float] | None:
+def _lift(e: Expr, adds_mask: Callable[[Expr], bool]) -> tuple[Expr, Expr, float] | None:
+    """(keep, the score where it is kept, fill)."""
     match e.op:
         case "where":
             c, a, b = e.args
@@ -313,15 +322,13 @@ def _lift(e: Expr) -> tuple[Expr, Expr, float] | None:
                 c, a, b = build("~", c), b, a
             if b.op != "const" or isinstance(b.value, bool):
                 return None
-            fill = float(b.value)
-            inner = _lift(a)
-            if inner is not None and inner[2] == fill:
-                return build("&", c, inner[0]), inner[1], fill
-            return c, a, fill
+            return _both(c, a, float(b.value), adds_mask)
+        case "load" if adds_mask(e):
+            return build(">", e, const(-HUGE)), const(0.0), -HUGE
         case "+" | "-":
             a, b = e.args
             for first in (True, False):
-                lifted = _lift(a if first else b)
+                lifted = _lift(a if first else b, adds_mask)
                 if lifted is None:
                     continue
                 keep, x, fill = lifted
@@ -329,18 +336,23 @@ def _lift(e: Expr) -> tuple[Expr, Expr, float] | None:
                 sign = -1.0 if e.op == "-" and not first else 1.0
                 if sign * fill == -math.inf or (sign * fill <= -HUGE and _moderate(other)):
                     rest = build(e.op, x, other) if first else build(e.op, other, x)
-                    inner = _lift(rest)
-                    if inner is not None and inner[2] == sign * fill:
-                        return build("&", keep, inner[0]), inner[1], inner[2]
-                    return keep, rest, sign * fill
+                    return _both(keep, rest, sign * fill, adds_mask)
         case "*":
             a, b = e.args
-            if a.op == "const" and a.value > 0 and (lifted := _lift(b)) is not None:
+            if a.op == "const" and a.value > 0 and (lifted := _lift(b, adds_mask)) is not None:
                 keep, x, fill = lifted
                 return keep, build("*", a, x), float(a.value * fill)
         case "float":
-            return _lift(e.args[0])
+            return _lift(e.args[0], adds_mask)
     return None
+
+
+def _both(keep: Expr, x: Expr, fill: float, adds_mask: Callable[[Expr], bool]) -> tuple[Expr, Expr, float]:
+    """With what masks `x` itself."""
+    inner = _lift(x, adds_mask)
+    if inner is None or not inner[2] <= MASKED or score.names(inner[0]) & {"s", "p"}:
+        return keep, x, fill
+    return build("&", keep, inner[0]), inner[1], max(fill, inner[2])
 
 
 def _moderate(e: Expr) -> bool:
