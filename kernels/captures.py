@@ -11,17 +11,27 @@ import triton
 import triton.language as tl
 
 from torchflash.kernels.forward import UNSPECIALIZED
-from torchflash.kernels.tiles import dropout_scale, inner, inner_streamed, load_chunks, probabilities
+from torchflash.kernels.tiles import (
+    dropout_keeps,
+    inner,
+    inner_streamed,
+    load_chunks,
+    probabilities,
+    row_keys,
+    row_statistics,
+)
 
 
 @triton.jit(do_not_specialize=(*UNSPECIALIZED, "B"))
 def attention_backward_capture(
-    Q, K, V, DO, LSE, DELTA, GRADIENT, SEED, T, S,
+    Q, K, V, DO, ROWS, GRADIENT, Q_DESC, K_DESC, V_DESC, DO_DESC, T, S,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d, t_b, t_h, t_m, t_n,
-    B, H, GROUP_K, GROUP_V, M, N, plane, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, threshold, keep_scale,
+    B, H, GROUP_K, GROUP_V, M, N, lines, length, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
+    exponent, threshold, keep_scale,
     SCORE: tl.constexpr, POST_GRADIENT: tl.constexpr, SCORE_ADJOINT: tl.constexpr, POST_ADJOINT: tl.constexpr,
-    USES_B: tl.constexpr, USES_H: tl.constexpr, USES_M: tl.constexpr, USES_N: tl.constexpr, KEEP: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr,
+    USES_B: tl.constexpr, USES_H: tl.constexpr, USES_M: tl.constexpr, USES_N: tl.constexpr,
+    EXACT: tl.constexpr, JOINT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNKS_V: tl.constexpr, SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """GRADIENT[…] += Σ over the unused axes; t_b … t_n are its strides along the used ones."""
@@ -47,8 +57,6 @@ def attention_backward_capture(
     m_count = 1 if USES_M else m_blocks
     h_count = 1 if USES_H else H
     b_count = 1 if USES_B else B
-    if DROPOUT:
-        seed = tl.load(SEED)
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i in tl.range(0, n_count * m_count * h_count * b_count):
@@ -67,26 +75,26 @@ def attention_backward_capture(
             s = inner_streamed(q_at, m, M, q_m, q_d, k_at, n, N, k_n, k_d, D, STREAM, BLOCK_M, BLOCK_N, PRECISION)
             dp = inner_streamed(do_at, m, M, g_m, g_d, v_at, n, N, v_n, v_d, DV, STREAM, BLOCK_M, BLOCK_N, PRECISION)
         else:
-            q = load_chunks(q_at, m, M, q_m, q_d, D, CHUNKS)
-            k = load_chunks(k_at, n, N, k_n, k_d, D, CHUNKS)
+            q = load_chunks(Q_DESC, q_at, b, h, m0, m, M, q_m, q_d, D, CHUNKS, True)
+            k = load_chunks(K_DESC, k_at, b, h // GROUP_K, n0, n, N, k_n, k_d, D, CHUNKS, True)
             s = inner(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
-            do = load_chunks(do_at, m, M, g_m, g_d, DV, CHUNKS_V)
-            v = load_chunks(v_at, n, N, v_n, v_d, DV, CHUNKS_V)
+            do = load_chunks(DO_DESC, do_at, b, h, m0, m, M, g_m, g_d, DV, CHUNKS_V, True)
+            v = load_chunks(V_DESC, v_at, b, h // GROUP_V, n0, n, N, v_n, v_d, DV, CHUNKS_V, True)
             dp = inner(do, v, PRECISION)  # [BLOCK_M, BLOCK_N]
         valid = (m[:, None] < M) & (n[None, :] < N)
-        row = bh.to(tl.int64) * M + m
-        row_max = tl.load(LSE + row, mask=m < M, other=0.0)
-        inverse_sum = 1.0 / tl.load(LSE + plane + row, mask=m < M, other=1.0)
+        base, delta, inverse_sum = row_statistics(ROWS, lines, length, bh, m, JOINT)
         x = SCORE(s, b, h, m[:, None], n[None, :], T, S, Z)
-        p = tl.where(valid, probabilities(x, row_max[:, None], inverse_sum[:, None]), 0.0)
+        p = probabilities(x, base[:, None], inverse_sum[:, None], exponent, EXACT, JOINT)
+        p = tl.where(valid, p, 0.0)
         if DROPOUT:
-            dp *= dropout_scale(seed, bh, m[:, None], n[None, :], M, N, threshold, keep_scale)
+            k0, k1, k2 = row_keys(ROWS, lines, length, bh, m)
+            kept = dropout_keeps(k0[:, None], k1[:, None], k2[:, None], n[None, :], threshold)
+            dp = tl.where(kept, dp * keep_scale, 0.0)
         if POST_ADJOINT is not None:
             total += tl.where(valid, POST_ADJOINT(dp, p, b, h, m[:, None], n[None, :], T, S, Z), 0.0)
         if SCORE_ADJOINT is not None:
             if POST_GRADIENT is not None:
                 dp = POST_GRADIENT(dp, p, b, h, m[:, None], n[None, :], T, S, Z, valid, (), ())
-            delta = tl.load(DELTA + row, mask=m < M, other=0.0)
             dx = p * (dp - delta[:, None])
             total += tl.where(valid, SCORE_ADJOINT(dx, s, b, h, m[:, None], n[None, :], T, S, Z), 0.0)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from torchflash import score as sc
+from torchflash.kernels.forms import Form
 
 # Larger head dimensions are read chunk by chunk instead of held, and the columns of a result are shared out in slices,
 # each computing the scores again. By the operands' itemsize: float32 as three tf32 products needs registers.
@@ -11,11 +15,19 @@ STREAM_CHUNK, STREAM_SLICE = 64, 128
 STREAM_TILES = {2: 256, 4: 128}  # the head dimension whose tiles suit a streaming kernel
 
 
+LARGEST_BLOCK = 128
+
+
 class Tile(NamedTuple):
     block_m: int
     block_n: int
     warps: int
     stages: int
+
+    def replaced(self, fixed: Mapping[str, int]) -> Tile:
+        """With what the user fixed: BLOCK_M, BLOCK_N, num_warps, num_stages."""
+        names = {"BLOCK_M": "block_m", "BLOCK_N": "block_n", "num_warps": "warps", "num_stages": "stages"}
+        return self._replace(**{names[k]: v for k, v in fixed.items()})
 
 
 def chunks(dim: int) -> tuple[int, ...]:
@@ -32,8 +44,18 @@ def chunks(dim: int) -> tuple[int, ...]:
     return (whole,) if sum(parts) >= whole else tuple(parts)
 
 
-# kernel -> [(largest head dimension, tiles from the first choice to the last resort)], for 16-bit operands and for
-# float32
+def kind(form: Form) -> str:
+    """What a kernel's tiles depend on besides sizes: "full" or "masked" (with a tile map), "bias" where a tensor as
+    large as the scores is added, "heavy" where others are loaded into every tile."""
+    loads = sc.loads(form.body)
+    if any({"m", "n"} <= sc.names(x) for x in loads):
+        return "bias"
+    if loads:
+        return "heavy"
+    return "full" if form.program.keep is None else "masked"
+
+
+# (kernel, itemsize) -> [(largest head dimension, tiles from the first choice to the last resort)]
 _LAST = [Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)]
 _TABLE: dict[tuple[str, int], list[tuple[int, list[Tile]]]] = {
     ("forward", 2): [
@@ -64,12 +86,37 @@ _TABLE: dict[tuple[str, int], list[tuple[int, list[Tile]]]] = {
         (128, [Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)]),
     ],
 }
+# First choices on sm_90 for 16-bit operands of a power-of-two head dimension, by kind of program; None: any other kind.
+# Measured on an H200 (triton 3.6, bf16, 16k tokens in sequences of 4096 and 8192, hidden size 2048).
+_HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
+    "forward": {
+        64: {None: Tile(64, 128, 4, 2), "bias": Tile(128, 64, 4, 3), "heavy": Tile(64, 64, 4, 3)},
+        128: {None: Tile(128, 64, 4, 2), "bias": Tile(128, 128, 8, 2), "heavy": Tile(64, 64, 4, 2)},
+        256: {None: Tile(128, 64, 8, 2)},
+    },
+    "backward_kv": {
+        64: {None: Tile(64, 64, 4, 2), "full": Tile(64, 64, 4, 3), "masked": Tile(128, 64, 4, 2)},
+        128: {None: Tile(64, 64, 4, 2)},
+        256: {None: Tile(64, 64, 8, 2)},
+    },
+    "backward_q": {
+        64: {None: Tile(64, 64, 4, 2), "full": Tile(128, 64, 4, 3), "bias": Tile(64, 64, 4, 3)},
+        128: {None: Tile(64, 64, 4, 2), "full": Tile(128, 64, 8, 3), "bias": Tile(128, 64, 8, 3)},
+        256: {None: Tile(128, 32, 8, 2)},
+    },
+    "backward_capture": {64: {None: Tile(64, 64, 4, 3)}, 128: {None: Tile(64, 128, 8, 2)}},
+}
 
 
-def tiles(kernel: str, dim: int, itemsize: int) -> list[Tile]:
-    """From the first choice to the last resort; `dim` is the larger of the held head dimensions."""
-    kernel = "backward_q" if kernel == "backward_capture" else kernel
-    for largest, choices in _TABLE[kernel, itemsize]:
-        if dim <= largest:
-            return [*choices, *_LAST]
-    raise ValueError(f"no tiles for head dimension {dim}")
+def tiles(kernel: str, dim: int, itemsize: int, form: Form, hopper: bool) -> list[Tile]:
+    """From the first choice to the last resort; `dim` is the larger of the held head dimensions, `hopper` whether it is
+    read by the tensor memory accelerator of sm_90."""
+    table = _TABLE["backward_q" if kernel == "backward_capture" else kernel, itemsize]
+    choices = next((c for largest, c in table if dim <= largest), None)
+    if choices is None:
+        raise ValueError(f"no tiles for head dimension {dim}")
+    if hopper and itemsize == 2:
+        first = next((t for largest, t in _HOPPER[kernel].items() if dim <= largest), None)
+        if first is not None:
+            choices = [first.get(kind(form), first[None]), *choices]
+    return [*choices, *_LAST]

@@ -8,10 +8,12 @@ torch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,29 +21,31 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchflash.kernels import backward as bwd
 from torchflash.kernels import configs, lower, philox
 from torchflash.kernels.captures import attention_backward_capture
+from torchflash.kernels.forms import Form, form
 from torchflash.kernels.forward import attention_forward
-from torchflash.kernels.program import Program, plain_axes
+from torchflash.kernels.launcher import interpreting, start
+from torchflash.kernels.maps import Maps, Mask
+from torchflash.kernels.program import plain_axes
 from torchflash.kernels.reference import Problem, exact_delta
 from torchflash.score import Expr
 
 log = logging.getLogger("torchflash")
 
 MAX_SIZES = 8  # z0 … z7 are kernel arguments
+REMEMBERED = 1024
 _fitting: dict[Any, int] = {}  # (kernel, specialisation) -> index of the first tile that fits the device
+_setups: OrderedDict[Any, Setup] = OrderedDict()
 
 
 def supports(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return interpreting()
-
-
-def interpreting() -> bool:
-    return bool(triton.knobs.runtime.interpret)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -54,36 +58,46 @@ def precision(dtype: torch.dtype) -> str:
 # -------------------------------------------------------------------------------------------------- what a kernel takes
 
 
-class Operands:
-    """The arguments that every kernel of one attention shares."""
+def layout(*tensors: Tensor) -> tuple[Any, ...]:
+    """All of tensors that a kernel can be compiled for, but their dtypes."""
+    return tuple((x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors)
 
-    def __init__(self, problem: Problem):
-        p = self.problem = problem
+
+class Setup:
+    """What follows from the shapes, strides, dtypes and programs of one attention."""
+
+    def __init__(self, p: Problem):
         self.program = p.program
         if len(p.sizes) > MAX_SIZES:
             raise ValueError(f"a program may use at most {MAX_SIZES} sizes; got {len(p.sizes)}")
-        self.ranks = tuple(c.dim() for c in p.captures)
-        self.T = tuple(c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures)
-        self.S = tuple(x for c in p.captures for x in c.stride()) + tuple(x for c in p.captures for x in c.shape)
-        sizes = [*p.sizes.values(), *([0] * (MAX_SIZES - len(p.sizes)))]
-        self.common = dict(
-            M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, plane=p.B * p.H * p.M,
-            threshold=philox.threshold(p.dropout_p) - 2**31, keep_scale=1.0 / (1.0 - p.dropout_p),
-            DROPOUT=p.dropout_p > 0, PRECISION=precision(p.q.dtype),
-            SEED=p.seed, T=self.T, S=self.S, **{f"Z{i}": z for i, z in enumerate(sizes)},
-        )  # fmt: skip
         self.D, self.DV = p.q.shape[-1], p.v.shape[-1]
         self.itemsize = max(p.q.dtype.itemsize, p.v.dtype.itemsize)
+        self.fast = self.itemsize < 4
+        self.form: Form = form(p.program, not self.fast)
+        self.ranks = tuple(c.dim() for c in p.captures)
+        self.S = tuple(x for c in p.captures for x in c.stride()) + tuple(x for c in p.captures for x in c.shape)
+        self.sizes = {f"Z{i}": z for i, z in enumerate([*p.sizes.values(), *([0] * (MAX_SIZES - len(p.sizes)))])}
+        self.common = dict(
+            M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, lines=p.B * p.H, exponent=self.form.exponent,
+            threshold=philox.threshold(p.dropout_p) - 2**31, keep_scale=1.0 / (1.0 - p.dropout_p),
+            EXACT=self.form.exact, DROPOUT=p.dropout_p > 0, PRECISION=precision(p.q.dtype), S=self.S, **self.sizes,
+        )  # fmt: skip
         self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE[self.itemsize]
         self.held = configs.STREAM_TILES[self.itemsize] if self.stream else max(self.D, self.DV)
-        self.common["KEEP"] = lower.keep_function(self.program, MAX_SIZES)
-        self.common["SCORE"] = lower.value_function(self.program, "score", self.ranks)
-        self.post = lower.value_function(self.program, "post", self.ranks) if self.program.post is not None else None
+        whole = all(configs.chunks(d) == (d,) for d in (self.D, self.DV))
+        self.hopper = whole and self.fast and not self.stream and has_tma(p.q.device)
+        self.post = self.value("post") if self.program.post is not None else None
+        self.mask = Mask(self.form, p) if self.program.keep is not None else None
+        self.kind = (p.q.device, p.program, self.D, self.DV, p.q.dtype, p.v.dtype, precision(p.q.dtype), p.tuning)
+        self.descriptors: dict[Any, TensorDescriptor | None] = {}
+
+    def value(self, which: str) -> Any:
+        return lower.value_function(self.form, which, self.ranks, self.fast)
 
     def gradient(self, which: str, scatter: tuple[int, ...] = ()) -> Any:
         if which == "post" and self.program.post is None:
             return None
-        return lower.gradient_function(self.program, which, self.ranks, scatter)
+        return lower.gradient_function(self.form, which, self.ranks, scatter, self.fast)
 
     def dims(self, slices: int | None = None) -> dict[str, Any]:
         """Head-dimension arguments; `slices` is the dimension whose columns are shared out when streaming."""
@@ -92,6 +106,52 @@ class Operands:
             return held | {"CHUNKS": configs.chunks(self.D), "CHUNKS_V": configs.chunks(self.DV)}
         part = (configs.STREAM_SLICE,)
         return held | {"CHUNKS": part, "CHUNKS_V": part, "STREAM": configs.STREAM_CHUNK, "SLICES": shared}
+
+
+class Operands:
+    """The arguments that every kernel of one attention shares."""
+
+    def __init__(self, problem: Problem):
+        p = self.problem = problem
+        self.T = tuple(c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures)
+        key = (
+            p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, precision(p.q.dtype),
+            *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures), tuple(c.dtype for c in p.captures),
+        )  # fmt: skip
+        known = _setups.get(key)
+        if known is None:
+            known = _setups[key] = Setup(p)
+            if len(_setups) > REMEMBERED:
+                _setups.popitem(last=False)
+        self.setup = known
+        self.maps = Maps(known.mask, self.T, known.S, known.sizes, p) if known.mask is not None else None
+
+    def descriptor(self, x: Tensor, rows: int) -> TensorDescriptor | None:
+        """For the tensor memory accelerator to read `rows` rows of `x`; None without one, or where it cannot."""
+        if not self.setup.hopper:
+            return None
+        shape, strides = x.shape, x.stride()
+        aligned = x.data_ptr() % 16 == 0
+        known = self.setup.descriptors.get((shape, strides, aligned, rows))
+        if known is None and (shape, strides, aligned, rows) not in self.setup.descriptors:
+            size = x.dtype.itemsize
+            outer = all(s * size % 16 == 0 and (n == 1 or s) for n, s in zip(shape[:3], strides[:3], strict=True))
+            if strides[3] == 1 and aligned and outer:
+                known = TensorDescriptor(x, list(shape), list(strides), [1, 1, rows, shape[3]])
+                known.base = None
+            self.setup.descriptors[shape, strides, aligned, rows] = known
+        if known is None:
+            return None
+        mine = copy.copy(known)
+        mine.base = x
+        return mine
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return interpreting()
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
@@ -104,45 +164,54 @@ def strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def device_guard(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
-def run(kernel: Any, name: str, o: Operands, grid: Callable[[configs.Tile], int], **arguments: Any) -> bool:
-    """Launch with the first tile that fits; False when none does. What fits is remembered."""
-    choices = configs.tiles(name, o.held, o.itemsize)
-    functions = tuple(v for k, v in arguments.items() if k.isupper() and callable(v))
-    key = (
-        name,
-        o.problem.q.device,
-        o.program,
-        functions,
-        o.D,
-        o.DV,
-        o.problem.q.dtype,
-        o.problem.v.dtype,
-        arguments["PRECISION"],
-    )
-    for i in range(_fitting.get(key, 0), len(choices)):
+def run(
+    kernel: Any,
+    name: str,
+    o: Operands,
+    grid: Callable[[configs.Tile], int],
+    own: Any,
+    by_tile: Callable[[configs.Tile], dict[str, Any]],
+    changing: dict[str, Any],
+    others: Callable[[], dict[str, Any]],
+) -> bool:
+    """Launch with the first tile that fits; False when none does. What fits is remembered. `own` is what decides
+    `others`, besides the setup of `o`."""
+    setup = o.setup
+    choices = tiles(name, o)
+    kind = (name, own[0], setup.kind)
+    for i in range(_fitting.get(kind, 0), len(choices)):
         tile = choices[i]
+
+        def arguments(tile: configs.Tile = tile) -> dict[str, Any]:
+            sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.warps}
+            return {**others(), **setup.common, **sizes, "num_stages": tile.stages, **extra_options()}
+
+        changing["T"] = o.T
         try:
-            kernel[(grid(tile),)](
-                **arguments,
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                **extra_options(),
-            )
+            start(kernel, (setup, own, tile), grid(tile), {**changing, **by_tile(tile)}, arguments)
         except OutOfResources as e:
             log.info("%s with %s does not fit: %s", name, tile, e)
             continue
-        _fitting[key] = i
+        _fitting[kind] = i
         return True
     log.warning(
         "torchflash: no tile of %s fits %s for head dims %d and %d in %s; running blockwise torch, which is slow",
-        name, o.problem.q.device, o.D, o.DV, o.problem.q.dtype,
+        name, o.problem.q.device, setup.D, setup.DV, o.problem.q.dtype,
     )  # fmt: skip
     return False
+
+
+def tiles(name: str, o: Operands) -> list[configs.Tile]:
+    """From the first choice to the last resort; first what the user asked for."""
+    setup = o.setup
+    choices = configs.tiles(name, setup.held, setup.itemsize, setup.form, setup.hopper)
+    fixed = o.problem.tuning.tile(name)
+    return [choices[0].replaced(fixed), *choices] if fixed else choices
 
 
 @functools.cache
@@ -153,19 +222,61 @@ def extra_options() -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- the op
 
 
+def rows_of(o: Operands, tile: configs.Tile) -> dict[str, Any]:
+    """The tile map of a kernel of query rows."""
+    if o.maps is None:
+        return {"ORDER": None, "COUNTS": None, "line_b": 0, "line_h": 0}
+    return o.maps.of_rows(tile)
+
+
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
     o = Operands(problem)
-    p = problem
-    dims = o.dims(o.DV)
+    p, setup = problem, o.setup
+    dims = setup.dims(setup.DV)
 
     def grid(tile: configs.Tile) -> int:
         return p.B * p.H * triton.cdiv(p.M, tile.block_m) * dims["SLICES"]
 
+    def by_tile(tile: configs.Tile) -> dict[str, Any]:
+        return {
+            "Q_DESC": o.descriptor(p.q, tile.block_m), "K_DESC": o.descriptor(p.k, tile.block_n),
+            "V_DESC": o.descriptor(p.v, tile.block_n), **rows_of(o, tile),
+        }  # fmt: skip
+
+    def others() -> dict[str, Any]:
+        return {
+            "fill": setup.form.fill, "SCORE": setup.value("score"), "BODY": setup.value("body"), "POST": setup.post,
+            **strides(q=p.q, k=p.k, v=p.v, o=out), **dims,
+        }  # fmt: skip
+
     with device_guard(p.q.device):
-        return run(
-            attention_forward, "forward", o, grid, Q=p.q, K=p.k, V=p.v, OUT=out, LSE=lse,
-            fill=p.program.fill, POST=o.post, **strides(q=p.q, k=p.k, v=p.v, o=out), **o.common, **dims,
-        )  # fmt: skip
+        changing = {"Q": p.q, "K": p.k, "V": p.v, "OUT": out, "LSE": lse, "SEED": p.seed}
+        return run(attention_forward, "forward", o, grid, (None, layout(out)), by_tile, changing, others)
+
+
+class Saved:
+    """What the backward kernels share: the upstream gradient, the statistics of the forward, and those of the rows."""
+
+    def __init__(self, o: Operands, do: Tensor, out: Tensor, lse: Tensor):
+        p, setup = o.problem, o.setup
+        self.do, self.lse = do, lse
+        self.length = triton.cdiv(p.M, configs.LARGEST_BLOCK) * configs.LARGEST_BLOCK
+        planes = 6 if p.dropout_p else 3
+        self.rows = torch.empty((planes, p.B * p.H, self.length), dtype=torch.float32, device=p.q.device)
+        self.key = layout(do)
+        block = 64 if setup.DV <= 128 else 32
+
+        def others() -> dict[str, Any]:
+            return {
+                **strides(o=out, g=do), "H": p.H, "M": p.M, "lines": p.B * p.H, "length": self.length,
+                "exponent": setup.form.exponent, "EXACT": setup.form.exact, "JOINT": setup.form.joint,
+                "DROPOUT": p.dropout_p > 0, "DV": setup.DV, "BLOCK_M": block,
+                "BLOCK_D": min(128, max(16, triton.next_power_of_2(setup.DV))), **extra_options(),
+            }  # fmt: skip
+
+        changing = {"OUT": out, "DO": do, "LSE": lse, "ROWS": self.rows, "SEED": p.seed}
+        grid = p.B * p.H * self.length // block
+        start(bwd.attention_rows, (setup, layout(do, out)), grid, changing, others)
 
 
 def backward(
@@ -173,19 +284,11 @@ def backward(
 ) -> list[Tensor] | None:
     o = Operands(problem)
     p = problem
-    delta = torch.empty((p.B, p.H, p.M), dtype=torch.float32, device=p.q.device)
-    needy = torch.zeros(p.B * p.H, dtype=torch.int32, device=p.q.device)
     with device_guard(p.q.device):
-        block = 64 if o.DV <= 128 else 32
-        bwd.attention_delta[(p.B * p.H * triton.cdiv(p.M, block),)](
-            OUT=out, DO=do, LSE=lse, DELTA=delta, NEEDY=needy, **strides(o=out, g=do), H=p.H, M=p.M,
-            fill=p.program.fill, KEEP=o.common["KEEP"], DV=o.DV, BLOCK_M=block,
-            BLOCK_D=min(128, max(16, triton.next_power_of_2(o.DV))), **extra_options(),
-        )  # fmt: skip
-        saved = {"DO": do, "LSE": lse, "DELTA": delta}
+        saved = Saved(o, do, out, lse)
         if exact_delta(p, need) and not _backward_q(o, saved, dq, (), (), only_delta=True):
             return None
-        if not _backward_kv(o, saved, needy, dk, dv):
+        if not _backward_kv(o, saved, dk, dv):
             return None
         plans = [CapturePlan(o, i) if n else None for i, n in enumerate(need)]
         scattered = tuple(plan.index for plan in plans if plan and plan.scattered)
@@ -205,14 +308,14 @@ class CapturePlan:
 
     def __init__(self, o: Operands, index: int):
         self.index, self.capture = index, o.problem.captures[index]
-        self.loads = o.program.loads_of(index)
+        self.loads = o.setup.program.loads_of(index)
         axes = [plain_axes(e) for e in self.loads]
         # The kernel of its own recomputes the tile. It pays where a gradient is as large as the scores (no float32
         # copy, no atomic per score) and is the only way to the same bits every time.
         possible = all(a is not None and self._spans(o, a) for a in axes)
         large = possible and all(a is not None and "m" in a and "n" in a for a in axes)
         self.scattered = bool(self.loads) and not (large or (possible and torch.are_deterministic_algorithms_enabled()))
-        passes = sum((e in o.program.score_vjp) + (e in o.program.post_vjp) for e in self.loads)
+        passes = sum((e in o.setup.program.score_vjp) + (e in o.setup.program.post_vjp) for e in self.loads)
         dtype = self.capture.dtype if passes == 1 and not self.scattered else torch.float32
         self.buffer = torch.zeros(self.capture.shape, dtype=dtype, device=self.capture.device)
 
@@ -237,8 +340,9 @@ def _alert_not_deterministic(loads: list[str]) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def _backward_capture(o: Operands, saved: dict[str, Any], plan: CapturePlan, load: Expr) -> bool:
-    p, program = o.problem, o.program
+def _backward_capture(o: Operands, saved: Saved, plan: CapturePlan, load: Expr) -> bool:
+    p, setup = o.problem, o.setup
+    program = setup.program
     axes = plain_axes(load)
     assert axes is not None
     gradient = plan.buffer
@@ -251,67 +355,107 @@ def _backward_capture(o: Operands, saved: dict[str, Any], plan: CapturePlan, loa
 
     def adjoint(which: str) -> Any:
         vjp = program.score_vjp if which == "score" else program.post_vjp
-        return lower.adjoint_function(program, which, load, o.ranks) if load in vjp else None
+        return lower.adjoint_function(program, which, load, setup.ranks, setup.fast) if load in vjp else None
 
     def grid(tile: configs.Tile) -> int:
         sizes = {"b": p.B, "h": p.H, "m": triton.cdiv(p.M, tile.block_m), "n": triton.cdiv(p.N, tile.block_n)}
         return math.prod(sizes[axis] for axis in used)
 
-    return run(
-        attention_backward_capture, "backward_capture", o, grid, Q=p.q, K=p.k, V=p.v, **saved, GRADIENT=gradient, B=p.B,
-        **{f"t_{axis}": used.get(axis, 0) for axis in "bhmn"},
-        **{f"USES_{axis.upper()}": axis in used for axis in "bhmn"},
-        POST_GRADIENT=o.gradient("post"), SCORE_ADJOINT=adjoint("score"), POST_ADJOINT=adjoint("post"),
-        **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"]), **o.common, **o.dims(),
-    )  # fmt: skip
+    def by_tile(tile: configs.Tile) -> dict[str, Any]:
+        return {
+            "Q_DESC": o.descriptor(p.q, tile.block_m), "DO_DESC": o.descriptor(saved.do, tile.block_m),
+            "K_DESC": o.descriptor(p.k, tile.block_n), "V_DESC": o.descriptor(p.v, tile.block_n),
+        }  # fmt: skip
+
+    def others() -> dict[str, Any]:
+        return {
+            "B": p.B, "length": saved.length, **{f"t_{axis}": used.get(axis, 0) for axis in "bhmn"},
+            **{f"USES_{axis.upper()}": axis in used for axis in "bhmn"}, "SCORE": setup.value("score"),
+            "JOINT": setup.form.joint, "POST_GRADIENT": setup.gradient("post"), "SCORE_ADJOINT": adjoint("score"),
+            "POST_ADJOINT": adjoint("post"), **strides(q=p.q, k=p.k, v=p.v, g=saved.do), **setup.dims(),
+        }  # fmt: skip
+
+    changing = {"Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "ROWS": saved.rows, "GRADIENT": gradient}
+    own = (load, saved.key, layout(gradient), gradient.dtype)
+    return run(attention_backward_capture, "backward_capture", o, grid, own, by_tile, changing, others)
 
 
-def _backward_kv(o: Operands, saved: dict[str, Any], needy: Tensor, dk: Tensor, dv: Tensor) -> bool:
-    p = o.problem
-    together = p.group_k == p.group_v and not o.stream
+def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
+    p, setup = o.problem, o.setup
+    together = p.group_k == p.group_v and not setup.stream
     for want_dk, want_dv in [(True, True)] if together else [(True, False), (False, True)]:
         heads = p.group_k if want_dk else p.group_v
-        dims = o.dims(o.D if want_dk else o.DV)
+        dims = setup.dims(setup.D if want_dk else setup.DV)
 
         def grid(tile: configs.Tile, heads: int = heads, slices: int = dims["SLICES"]) -> int:
             return p.B * (p.H // heads) * triton.cdiv(p.N, tile.block_n) * slices
 
-        if not run(
-            bwd.attention_backward_kv, "backward_kv", o, grid, Q=p.q, K=p.k, V=p.v, **saved, NEEDY=needy, DK=dk, DV_=dv,
-            HEADS=heads, SHARED=p.group_k == p.group_v, WANT_DK=want_dk, WANT_DV=want_dv,
-            SCORE_GRADIENT=o.gradient("score"), POST=o.post, POST_GRADIENT=o.gradient("post"),
-            **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"], dk=dk, dv=dv), **o.common, **dims,
-        ):  # fmt: skip
+        def by_tile(tile: configs.Tile) -> dict[str, Any]:
+            nothing: dict[str, Any] = dict.fromkeys(("STATES", "ORDER", "COUNTS", "NEEDY", "NEEDY_COUNTS"))
+            nothing |= {"line_b": 0, "line_h": 0}
+            return {
+                "Q_DESC": o.descriptor(p.q, tile.block_m), "DO_DESC": o.descriptor(saved.do, tile.block_m),
+                **(nothing if o.maps is None else o.maps.of_columns(tile, saved.lse, saved.rows)),
+            }  # fmt: skip
+
+        def others(
+            heads: int = heads, dims: dict[str, Any] = dims, want_dk: bool = want_dk, want_dv: bool = want_dv
+        ) -> dict[str, Any]:
+            return {
+                "HEADS": heads, "SHARED": p.group_k == p.group_v, "WANT_DK": want_dk, "WANT_DV": want_dv,
+                "length": saved.length, "factor": setup.form.factor, "JOINT": setup.form.joint,
+                "SCORE": setup.value("score"), "SCORE_GRADIENT": setup.gradient("score"), "BODY": setup.value("body"),
+                "BODY_GRADIENT": setup.gradient("body"), "POST": setup.post, "POST_GRADIENT": setup.gradient("post"),
+                **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dk=dk, dv=dv), **dims,
+            }  # fmt: skip
+
+        changing = {"Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "ROWS": saved.rows, "DK": dk, "DV_": dv}
+        own = (want_dk, want_dv, saved.key, layout(dk, dv))
+        if not run(bwd.attention_backward_kv, "backward_kv", o, grid, own, by_tile, changing, others):
             return False
     return True
 
 
 def _backward_q(
     o: Operands,
-    saved: dict[str, Any],
+    saved: Saved,
     dq: Tensor,
     scattered: tuple[int, ...],
     buffers: Sequence[Tensor | None],
     only_delta: bool = False,
 ) -> bool:
-    p = o.problem
-    dims = o.dims(o.D)
+    p, setup = o.problem, o.setup
+    dims = setup.dims(setup.D)
     G: tuple[Any, ...] = ()
     GS: tuple[int, ...] = ()
     if scattered:
-        G = tuple(saved["DELTA"] if b is None else b for b in buffers)
+        G = tuple(saved.rows if b is None else b for b in buffers)
         GS = tuple(x for c, b in zip(p.captures, buffers, strict=True) for x in (c if b is None else b).stride())
 
     def grid(tile: configs.Tile) -> int:
         return p.B * p.H * triton.cdiv(p.M, tile.block_m) * dims["SLICES"]
 
-    return run(
-        bwd.attention_backward_q, "backward_q", o, grid, Q=p.q, K=p.k, V=p.v, **saved, DQ=dq, G=G, GS=GS,
-        fill=p.program.fill,
-        SCORE_GRADIENT=None if only_delta else o.gradient("score", scattered),
-        POST_GRADIENT=o.gradient("post", scattered), ONLY_DELTA=only_delta,
-        **strides(q=p.q, k=p.k, v=p.v, g=saved["DO"], dq=dq), **o.common, **dims,
-    )  # fmt: skip
+    def by_tile(tile: configs.Tile) -> dict[str, Any]:
+        keys = {"K_DESC": o.descriptor(p.k, tile.block_n), "V_DESC": o.descriptor(p.v, tile.block_n)}
+        return keys | rows_of(o, tile)
+
+    def others() -> dict[str, Any]:
+        body = "score" if scattered else "body"  # what is scattered may be part of the mask: all tiles alike
+        return {
+            "GS": GS, "length": saved.length, "factor": setup.form.factor, "fill": setup.form.fill,
+            "JOINT": setup.form.joint, "SCORE": setup.value("score"), "BODY": setup.value(body),
+            "SCORE_GRADIENT": None if only_delta else setup.gradient("score", scattered),
+            "BODY_GRADIENT": None if only_delta else setup.gradient(body, scattered),
+            "POST_GRADIENT": setup.gradient("post", scattered), "ONLY_DELTA": only_delta,
+            **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dq=dq), **dims,
+        }  # fmt: skip
+
+    changing = {
+        "Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "LSE": saved.lse, "ROWS": saved.rows, "DQ": dq, "SEED": p.seed,
+        "G": G,
+    }  # fmt: skip
+    own = (only_delta, scattered, saved.key, layout(dq), GS)
+    return run(bwd.attention_backward_q, "backward_q", o, grid, own, by_tile, changing, others)
 
 
-__all__ = ["Operands", "Program", "backward", "forward", "supports"]
+__all__ = ["Operands", "backward", "forward", "supports"]

@@ -23,6 +23,7 @@ from typing import Any
 
 from torchflash import score as sc
 from torchflash.kernels import generated
+from torchflash.kernels.forms import Form
 from torchflash.kernels.program import G, P, Program, S
 from torchflash.score import Expr
 
@@ -47,18 +48,14 @@ def float_text(v: float) -> str:
 
 
 class Printer:
-    """An algebra for `score.interpret`: emits one line per operation, returns its text."""
+    """An algebra for `score.interpret`: emits one line per operation, returns its text. `fast`: for operands in half
+    precision."""
 
-    def __init__(
-        self,
-        kinds: dict[str, str],
-        ranks: Sequence[int],
-        rename: dict[str, str] | None = None,
-        lines: list[str] | None = None,
-    ):
-        self.kinds, self.rename = kinds, rename or {}
-        self.lines: list[str] = [] if lines is None else lines
+    def __init__(self, kinds: dict[str, str], ranks: Sequence[int], fast: bool = False):
+        self.kinds, self.fast = kinds, fast
+        self.lines: list[str] = []
         self.kind_memo: dict[Expr, Any] = {}
+        self.operands: dict[Expr, list[str]] = {}  # the texts of what each operation is applied to
         self.first = [sum(ranks[:i]) for i in range(len(ranks))]
         self.total = sum(ranks)
 
@@ -87,7 +84,6 @@ class Printer:
         return float_text(v) if isinstance(v, float) else f"({v})"
 
     def name(self, n: str) -> str:
-        n = self.rename.get(n, n)
         return f"Z[{n[1:]}]" if n[0] == "z" else n
 
     # ------------------------------------------------------------------------------------------------------- loads
@@ -116,17 +112,14 @@ class Printer:
         pointer = f"T[{e.value[1:]}] + ({offset})"
         value = self.emit(f"tl.load({pointer}, mask={mask}, other=0)" if mask else f"tl.load({pointer})")
         kind = self.kind(e)
-        return (
-            value
-            if kind == "b"
-            else self.emit(
-                f"{'tl.cast' if kind == 'f' else 'as_index'}({value}{', tl.float32' if kind == 'f' else ''})"
-            )
-        )
+        if kind == "b":
+            return value
+        return self.emit(f"tl.cast({value}, tl.float32)" if kind == "f" else f"as_index({value})")
 
     # -------------------------------------------------------------------------------------------------- operations
 
     def call(self, op: str, e: Expr, args: list[str]) -> str:
+        self.operands[e] = args
         return self.emit(self.operation(op, e, args))
 
     def operation(self, op: str, e: Expr, args: list[str]) -> str:
@@ -174,7 +167,7 @@ class Printer:
             case "bool":
                 return self.cast(e.args[0], a, "b")
             case "float":
-                return self.cast(e.args[0], a, "f")
+                return self.difference(e.args[0]) or self.cast(e.args[0], a, "f")
             case "half" | "bfloat16":
                 low = "tl.float16" if op == "half" else "tl.bfloat16"
                 return f"tl.cast(tl.cast({self.cast(e.args[0], a, 'f')}, {low}), tl.float32)"
@@ -189,7 +182,14 @@ class Printer:
                 return f"tl.abs({a})"
             case "floor" | "ceil" | "trunc" | "round" if kind != "f":
                 return a
-        return f"{_CALLS[op]}({self.cast(e.args[0], a, 'f')})"
+        function = "tanh_fast" if op == "tanh" and self.fast else _CALLS[op]
+        return f"{function}({self.cast(e.args[0], a, 'f')})"
+
+    def difference(self, e: Expr) -> str | None:
+        """float(x - y) of loaded integers: a tile of int64 is slow to convert, and x and y are vectors."""
+        if e.op != "-" or self.kind(e) != "i" or not sc.loads(e) or any({"m", "n"} <= sc.names(a) for a in e.args):
+            return None
+        return f"float_of_difference({', '.join(self.operands[e])})"
 
     def divide(self, op: str, e: Expr, args: list[str], kind: str) -> str:
         a, b = args
@@ -238,26 +238,33 @@ def full_tile(e: Expr, text: str, like: str) -> str:
 
 
 @functools.cache
-def value_function(program: Program, which: str, ranks: tuple[int, ...]) -> Any:
-    """score(s, …) or post(p, …) as a jitted function."""
-    e = program.score if which == "score" else program.post
+def value_function(form: Form, which: str, ranks: tuple[int, ...], fast: bool) -> Any:
+    """The inner score, its body in plain tiles, post, keep or plain, as a jitted function."""
+    program = form.program
+    e = {"score": form.inner, "body": form.body, "post": program.post, "keep": program.keep, "plain": form.plain}[which]
     assert e is not None
-    argument = "s" if which == "score" else "p"
-    printer = Printer(program.kind_map, ranks)
+    argument = {"score": "s, ", "body": "s, ", "post": "p, "}.get(which, "")
+    printer = Printer(program.kind_map, ranks, fast)
     text = sc.interpret(e, printer)
-    return generated.function(which, f"{argument}, {INDICES}", tuple(printer.lines), full_tile(e, text, argument))
+    result = full_tile(e, text, argument[0]) if argument else printer.cast(e, text, "b")
+    return generated.function(which, f"{argument}{INDICES}", tuple(printer.lines), result)
 
 
 @functools.cache
-def gradient_function(program: Program, which: str, ranks: tuple[int, ...], scatter: tuple[int, ...]) -> Any:
-    """The gradient for s (of score) or p (of post), which also adds the gradients of the captures in `scatter` to
-    float32 buffers: G holds their pointers, GS their strides (at the places of S); lanes that are not `valid` add
-    nothing."""
-    vjp, argument, leaf = (program.score_vjp, "s", S) if which == "score" else (program.post_vjp, "p", P)
-    printer = Printer(program.kind_map, ranks)
+def gradient_function(form: Form, which: str, ranks: tuple[int, ...], scatter: tuple[int, ...], fast: bool) -> Any:
+    """The gradient for s (of the inner score or its body) or p (of post), which also adds the gradients of the captures
+    in `scatter` to float32 buffers: G holds their pointers, GS their strides (at the places of S); lanes that are not
+    `valid` add nothing."""
+    program = form.program
+    if which == "post":
+        argument, leaf, vjp, own = "p", P, program.post_vjp, program.post_vjp
+    else:
+        e = form.inner if which == "score" else form.body
+        argument, leaf, vjp, own = "s", S, program.score_vjp, sc.vjp(e, program.kind_map)
+    printer = Printer(program.kind_map, ranks, fast)
     memo: dict[Expr, Any] = {}
     zero = "tl.full(g.shape, 0.0, tl.float32)"
-    result = full_tile(vjp[leaf], sc.interpret(vjp[leaf], printer, memo), "g") if leaf in vjp else zero
+    result = full_tile(own[leaf], sc.interpret(own[leaf], printer, memo), "g") if leaf in own else zero
     for load, adjoint in vjp.items():
         if load.op == "load" and int(load.value[1:]) in scatter:
             value = full_tile(adjoint, sc.interpret(adjoint, printer, memo), "g")
@@ -283,10 +290,10 @@ def _scatter(printer: Printer, load: Expr, value: str, indices: list[str]) -> No
 
 
 @functools.cache
-def adjoint_function(program: Program, which: str, load: Expr, ranks: tuple[int, ...]) -> Any:
+def adjoint_function(program: Program, which: str, load: Expr, ranks: tuple[int, ...], fast: bool) -> Any:
     """The gradient tile that reaches one `load`, for the kernel that sums it without atomics."""
     vjp, argument = (program.score_vjp, "s") if which == "score" else (program.post_vjp, "p")
-    printer = Printer(program.kind_map, ranks)
+    printer = Printer(program.kind_map, ranks, fast)
     adjoint = vjp[load]
     text = sc.interpret(adjoint, printer)
     return generated.function(
@@ -349,17 +356,16 @@ class _Source:
 
 
 @functools.cache
-def keep_function(program: Program, sizes: int) -> Any | None:
-    """may_keep(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be kept; None if
-    always."""
-    if program.keep is None:
-        return None
+def bound_function(form: Form, which: str) -> Any:
+    """may_keep or must_be_plain(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be
+    kept, or all are plain; tiles of the ranges' ends are as good as scalars."""
     env = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}
-    env |= {f"z{i}": (f"Z[{i}]", f"Z[{i}]") for i in range(sizes)}
-    can, _ = sc.bounds(program.keep, env, _Source)
-    if can == "True":
-        return None
-    return generated.function("may_keep", "b, h0, h1, m0, m1, n0, n1, Z", (), f"{can}" if can != "False" else "m0 < 0")
+    env |= {f"z{i}": (f"Z[{i}]", f"Z[{i}]") for i in range(8)}
+    e = form.program.keep if which == "may_keep" else form.plain
+    assert e is not None
+    text = sc.bounds(e, env, _Source)[0 if which == "may_keep" else 1]
+    text = {"True": "n0 == n0", "False": "n0 != n0"}.get(text, text)
+    return generated.function(which, "b, h0, h1, m0, m1, n0, n1, Z", (), text)
 
 
-__all__ = ["G", "adjoint_function", "gradient_function", "keep_function", "value_function"]
+__all__ = ["G", "adjoint_function", "bound_function", "gradient_function", "value_function"]

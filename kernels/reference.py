@@ -151,8 +151,7 @@ class Tile:
         if not problem.dropout_p or problem.seed is None:
             return None
         b, h, m, n = (self.env[axis] for axis in "bhmn")
-        counter = ((b * problem.H + h) * problem.M + m) * problem.N + n
-        return philox.scale(problem.dropout_p, problem.seed, counter)
+        return philox.scale(problem.dropout_p, problem.seed, (b * problem.H + h) * problem.M + m, n)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -275,10 +274,13 @@ def backward(
 def exact_delta(problem: Problem, need: Sequence[bool]) -> bool:
     """Whether delta must be Σ_n p dp of the very p and dp that are used, not Σ_d do · out: then Σ_n dx is 0 to
     rounding, as in eager attention, instead of off by one error in a whole row, which adds up in the gradient of a
-    captured scalar and is all there is in rows of a single weight. Costs another pass; in half precision and in TF32
-    the rounding of the operands hides it."""
+    captured tensor that is summed along rows and is all there is in rows of a single weight. Costs another pass; other
+    gradients in half precision and in TF32 hide it in the rounding of the operands."""
+    loads = [load for i, wanted in enumerate(need) if wanted for load in problem.program.loads_of(i)]
+    if any("n" not in sc.names(*load.args) for load in loads):
+        return True
     exact = torch.get_float32_matmul_precision() == "highest"
-    return problem.v.dtype == torch.float32 and (exact or any(need))
+    return problem.v.dtype == torch.float32 and (exact or bool(loads))
 
 
 def _weights(tile: Tile, do_rows: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,23 +18,40 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_chunk(ptr, rows, limit, stride_row, stride_d, start, D: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr):
-    """[ROWS, C]: columns start … start + C of the rows below `limit`, 0 elsewhere. FULL: all those columns exist."""
+def load_chunk(
+    ptr, rows, limit, stride_row, stride_d, start, D: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, C]: columns start … start + C of the rows below `limit`, 0 elsewhere. WHOLE: all those columns exist;
+    without TAIL all rows are below."""
     d = start + tl.arange(0, C)
     at = ptr + rows[:, None].to(tl.int64) * stride_row + d[None, :].to(tl.int64) * stride_d
-    if FULL:
-        return tl.load(at, mask=rows[:, None] < limit, other=0.0)
-    return tl.load(at, mask=(rows[:, None] < limit) & (d[None, :] < D), other=0.0)
+    if WHOLE and not TAIL:
+        x = tl.load(at)
+    elif WHOLE:
+        x = tl.load(at, mask=rows[:, None] < limit, other=0.0)
+    elif TAIL:
+        x = tl.load(at, mask=(rows[:, None] < limit) & (d[None, :] < D), other=0.0)
+    else:
+        x = tl.load(at, mask=d[None, :] < D, other=0.0)
+    return x
 
 
 @triton.jit
-def load_chunks(ptr, rows, limit, stride_row, stride_d, D: tl.constexpr, CHUNKS: tl.constexpr):
-    """A whole operand, ([ROWS, CHUNKS[0]], …)."""
+def load_chunks(
+    DESC, ptr, b, h, start, rows, limit, stride_row, stride_d, D: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr
+):
+    """Rows `rows` = start … of a whole operand, ([ROWS, CHUNKS[0]], …): by the tensor memory accelerator where there is
+    a descriptor, which gives 0 outside, else from `ptr`, the place of (b, h)."""
     out = ()
-    at: tl.constexpr = 0
-    for i in tl.static_range(len(CHUNKS)):
-        out += (load_chunk(ptr, rows, limit, stride_row, stride_d, at, D, CHUNKS[i], at + CHUNKS[i] <= D),)  # type: ignore[assignment]
-        at = at + CHUNKS[i]
+    if DESC is not None:
+        out += (tl.reshape(DESC.load([b, h, start, 0]), [rows.shape[0], CHUNKS[0]]),)  # type: ignore[assignment]
+    else:
+        at: tl.constexpr = 0
+        for i in tl.static_range(len(CHUNKS)):
+            x = load_chunk(ptr, rows, limit, stride_row, stride_d, at, D, CHUNKS[i], at + CHUNKS[i] <= D, TAIL)
+            out += (x,)  # type: ignore[assignment]
+            at = at + CHUNKS[i]
     return out
 
 
@@ -91,8 +108,8 @@ def inner_streamed(
     """`inner` for head dimensions too large to hold: both operands are read chunk by chunk. -> [A, B]"""
     s = tl.zeros([A, B], tl.float32)
     for at in tl.range(0, D, C):
-        x = load_chunk(a, a_rows, a_limit, a_row, a_d, at, D, C, False)
-        y = load_chunk(b, b_rows, b_limit, b_row, b_d, at, D, C, False)
+        x = load_chunk(a, a_rows, a_limit, a_row, a_d, at, D, C, False, True)
+        y = load_chunk(b, b_rows, b_limit, b_row, b_d, at, D, C, False, True)
         s = tl.dot(x, y.T, s, input_precision=PRECISION)
     return s
 
@@ -101,21 +118,70 @@ def inner_streamed(
 
 
 @triton.jit
-def probabilities(x, row_max, inverse_sum):
-    """softmax from the row statistics; NaN in rows that are wholly -inf, as torch. Never folds log2(e) into x."""
-    return tl.exp2((x - row_max) * LOG2E) * inverse_sum
+def exponentials(x, base, exponent, EXACT: tl.constexpr):
+    """exp(score - row maximum) for the inner score x, `exponent` being the factor times log2(e).
+
+    `base` is the row maximum in units of log2(e), of which `x * exponent` is within rounding. EXACT: it is the maximum
+    itself, the factor is 1, and log2(e) multiplies the difference, so that no finite x overflows.
+    """
+    if EXACT:
+        power = (x - base) * LOG2E
+    else:
+        power = x * exponent - base
+    return tl.exp2(power)
 
 
 @triton.jit
-def dropout_scale(seed, bh, m, n, M, N, threshold, keep_scale):
-    """keep_scale where the weight is kept, 0 where it is dropped, as `philox.scale`; m and n broadcast to a tile."""
-    counter = (bh.to(tl.int64) * M + m.to(tl.int64)) * N + n.to(tl.int64)
-    low = (counter & 0xFFFFFFFF).to(tl.uint32)
-    high = (counter >> 32).to(tl.uint32)
+def probabilities(x, base, inverse_sum, exponent, EXACT: tl.constexpr, JOINT: tl.constexpr):
+    """softmax from the row statistics, JOINT ones with the sum as part of the base; NaN in rows of nothing but -inf."""
+    p = exponentials(x, base, exponent, EXACT)
+    if not JOINT:
+        p *= inverse_sum
+    return p
+
+
+@triton.jit
+def row_statistics(ROWS, lines, length, bh, m, JOINT: tl.constexpr):
+    """(base, delta, 1 / sum) of rows, as `attention_rows` stored them: [3 or 6, lines, length], with `length` beyond
+    every tile."""
+    at = ROWS + bh.to(tl.int64) * length
+    plane = lines.to(tl.int64) * length
+    base = tl.load(at + m)
+    delta = tl.load(at + plane + m)
+    inverse_sum = base
+    if not JOINT:
+        inverse_sum = tl.load(at + 2 * plane + m)
+    return base, delta, inverse_sum
+
+
+@triton.jit
+def row_keys(ROWS, lines, length, bh, m):
+    """The keys of `dropout_keys` that `attention_rows` stored behind the statistics."""
+    at = ROWS + bh.to(tl.int64) * length
+    plane = lines.to(tl.int64) * length
+    k0 = tl.load(at + 3 * plane + m).to(tl.uint32, bitcast=True)
+    k1 = tl.load(at + 4 * plane + m).to(tl.uint32, bitcast=True)
+    k2 = tl.load(at + 5 * plane + m).to(tl.uint32, bitcast=True)
+    return k0, k1, k2
+
+
+@triton.jit
+def dropout_keys(seed, row):
+    """Three uint32 per row, as `philox.draw`; row is (b H + h) M + m."""
+    low = (row & 0xFFFFFFFF).to(tl.uint32)
+    high = (row >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
-    r, _, _, _ = tl.philox(seed, low, high, zero, zero, 7)
-    ordered = (r ^ 0x80000000).to(tl.int32, bitcast=True)  # as unsigned: threshold comes 2**31 lower
-    return tl.where(ordered >= threshold, keep_scale, 0.0)
+    k0, k1, k2, _ = tl.philox(seed, low, high, zero, zero, 7)
+    return k0, k1, k2
+
+
+@triton.jit
+def dropout_keeps(k0, k1, k2, n, threshold):
+    """Whether a weight is kept, as `philox.draw` says; keys and n broadcast to a tile."""
+    x = ((n.to(tl.uint32) * 0x9E3779B9) ^ k0) * 0x7FEB352D + k1
+    x = (x ^ (x >> 15)) * 0x846CA68B + k2
+    ordered = (x ^ 0x80000000).to(tl.int32, bitcast=True)  # as unsigned: threshold comes 2**31 lower
+    return ordered >= threshold
 
 
 # -------------------------------------------------------------------------------------------- mathematics of programs
@@ -125,6 +191,14 @@ def dropout_scale(seed, bh, m, n, M, N, threshold, keep_scale):
 def as_index(x):
     """A loaded integer, as int32 or int64."""
     return x.to(tl.int64) if x.dtype.primitive_bitwidth == 64 else x.to(tl.int32)
+
+
+@triton.jit
+def float_of_difference(a, b):
+    """float(a - b) for integers below 2**48, rounded once; what it converts are a and b, which may be vectors."""
+    high = (a >> 24).to(tl.int32).to(tl.float32) - (b >> 24).to(tl.int32).to(tl.float32)
+    low = (a & 0xFFFFFF).to(tl.int32).to(tl.float32) - (b & 0xFFFFFF).to(tl.int32).to(tl.float32)
+    return tl.fma(high, tl.full(high.shape, 16777216.0, tl.float32), low)
 
 
 @triton.jit
@@ -174,6 +248,12 @@ def tanh(x):
     a = tl.abs(x)
     large = 1.0 - 2.0 / (tl.exp(2.0 * a) + 1.0)
     return tl.where(a < 0.625, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def tanh_fast(x):
+    """Within 2e-7, not relative to small values: for operands in half precision."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 
 @triton.jit

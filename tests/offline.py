@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -40,6 +41,7 @@ class Resources:
     async_copies: int
     warnings: tuple[str, ...]
     source: str
+    asm: Any = None
 
     def __str__(self) -> str:
         return (
@@ -78,16 +80,20 @@ class Compiler:
 
 def compile_launches(problem: Any, need: list[bool], capability: int) -> dict[str, list[Resources]]:
     """What the forward and backward of `problem` launch on a GPU of that capability, by kernel name."""
-    from torchflash.kernels import backward, launch
+    from torchflash.kernels import backward, launch, maps
 
-    launch._fitting.clear()
+    for memory in (launch._fitting, launch._setups, maps._known):
+        memory.clear()
 
-    places = [(launch, "attention_forward"), (launch, "attention_backward_capture"), (backward, "attention_delta"),
-              (backward, "attention_backward_kv"), (backward, "attention_backward_q")]  # fmt: skip
+    places = [(launch, "attention_forward"), (launch, "attention_backward_capture"), (backward, "attention_rows"),
+              (backward, "attention_backward_kv"), (backward, "attention_backward_q"), (maps, "tile_states"),
+              (maps, "tile_order"), (maps, "needy_rows")]  # fmt: skip
     stand_ins = {name: Compiler(getattr(module, name), capability) for module, name in places}
     with contextlib.ExitStack() as stack:
         for module, name in places:
             stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        stack.callback(launch._setups.clear)
+        stack.enter_context(mock.patch.object(launch, "has_tma", lambda device: capability >= 90))
         q, k, v = problem.q, problem.k, problem.v
         out = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype)
         lse = torch.empty((2, *q.shape[:3]))
@@ -105,6 +111,8 @@ def _type(
     if isinstance(value, torch.Tensor):
         attributes[path] = [["tt.divisibility", 16]]
         return "*" + _TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if value is None or (isinstance(value, int) and value == 1 and specialize):
         constants[path] = value
         return "constexpr"
@@ -140,4 +148,5 @@ def _resources(compiled: Any, capability: int, options: dict[str, Any]) -> Resou
         async_copies=text.count("cp.async.c"),
         warnings=tuple(line for line in said.splitlines() if re.search(r"C75\d\d", line)),
         source=compiled.asm["ttir"],
+        asm=compiled.asm,
     )

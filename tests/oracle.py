@@ -84,8 +84,7 @@ def eager(x: Inputs, dtype: torch.dtype | None = None) -> Tensor:
         p = torch.softmax(torch.as_tensor(scores, device=q.device).to(program).expand(s.shape), -1)
         w = sc.evaluate(sc.parse(x.post), {**env, "p": p}, captures, program)
         if x.dropout_p:
-            counter = ((env["b"] * H + env["h"]) * M + env["m"]) * N + env["n"]
-            w = w * philox.scale(x.dropout_p, x.seed, counter)
+            w = w * philox.scale(x.dropout_p, x.seed, (env["b"] * H + env["h"]) * M + env["m"], env["n"])
         return w.to(v.dtype) @ v
 
 

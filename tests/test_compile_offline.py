@@ -66,7 +66,7 @@ def build(name: str, dtype: torch.dtype, D: int, DV: int | None = None, heads: i
 def gate(name: str, dtype: torch.dtype, D: int, capability: int, known: dict[Any, int] = SPILLS) -> None:
     problem, need = build(name, dtype, D)
     found = offline.compile_launches(problem, need, capability)
-    assert {"attention_forward", "attention_delta", "attention_backward_kv", "attention_backward_q"} <= set(found)
+    assert {"attention_forward", "attention_rows", "attention_backward_kv", "attention_backward_q"} <= set(found)
     for kernel, launches in found.items():
         for r in launches:
             said = f"{kernel} sm_{capability}: {r}"
@@ -74,7 +74,7 @@ def gate(name: str, dtype: torch.dtype, D: int, capability: int, known: dict[Any
             listed = known and capability == 90
             assert r.spills <= (bound if listed else max(bound, ELSEWHERE if known else LOOSE)), said
             assert r.registers <= 255, said
-            assert kernel == "attention_delta" or r.tensor_core, said
+            assert kernel == "attention_rows" or r.tensor_core, said
             assert name in SERIALIZED or not r.warnings, said
 
 

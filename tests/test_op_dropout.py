@@ -29,7 +29,7 @@ def test_it_is_the_documented_function():
     b, h, m, n = (
         torch.arange(size).view([-1 if i == j else 1 for j in range(4)]) for i, size in enumerate((2, 3, 40, 24))
     )
-    expected = philox.scale(0.25, torch.tensor([7]), ((b * 3 + h) * 40 + m) * 24 + n)
+    expected = philox.scale(0.25, torch.tensor([7]), (b * 3 + h) * 40 + m, n)
     torch.testing.assert_close(mask(0.25, 7), expected)
 
 
@@ -43,12 +43,11 @@ def test_seeds_rows_heads_and_batches_differ():
 
 
 def test_known_answer():
-    """Philox 4x32-10 has a published vector; with 7 rounds the generator is checked against Triton's in the
-    interpreter tests."""
+    """Philox 4x32-10 has a published vector; with 7 rounds it is checked against Triton's in the interpreter tests."""
     before = philox.ROUNDS
     philox.ROUNDS = 10
     try:
-        assert philox.draw(torch.tensor([0]), torch.tensor([0])).item() == 0x6627E8D5
+        assert philox.philox(torch.tensor([0]), torch.tensor([0]))[0].item() == 0x6627E8D5
     finally:
         philox.ROUNDS = before
 
@@ -76,3 +75,19 @@ def test_nothing_and_everything_dropped(p):
         assert all(not g.count_nonzero() for g in torch.autograd.grad(out.sum(), [q, k, v]))
     else:
         check(x)
+
+
+def test_draws_are_uniform_and_independent():
+    """Rates of single weights, of pairs at every power-of-two distance along keys and rows, and of all pairs of rows."""
+    rows, keys = 1024, 2048
+    draws = philox.draw(torch.tensor([2026]), torch.arange(rows)[:, None], torch.arange(keys))
+    for p in (0.1, 0.5):
+        dropped = (draws < philox.threshold(p)).float()
+        x = (dropped - p) / (p * (1 - p)) ** 0.5  # mean 0, variance 1
+        assert abs(x.sum().item()) < 4 * x.numel() ** 0.5
+        for along in (x, x.T):
+            for distance in (2**i for i in range(10)):
+                pairs = along[:, distance:] * along[:, :-distance]
+                assert abs(pairs.sum().item()) < 5 * pairs.numel() ** 0.5, distance
+            pairs = along @ along.T / along.shape[1] ** 0.5
+            assert pairs.fill_diagonal_(0).abs().max() < 7 and abs(pairs.std().item() - 1) < 0.01

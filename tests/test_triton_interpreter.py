@@ -41,7 +41,7 @@ def kernels_only(request, monkeypatch, poisoned):
 
     monkeypatch.setattr(reference, "forward", step_in)
     monkeypatch.setattr(reference, "backward", step_in)
-    monkeypatch.setattr(configs, "tiles", lambda kernel, dim, itemsize: [configs.Tile(16, 32, 4, 1)])
+    monkeypatch.setattr(configs, "tiles", lambda *_: [configs.Tile(16, 32, 4, 1)])
     launch._fitting.clear()
     yield
 
@@ -159,7 +159,7 @@ def test_dropout_is_that_of_the_torch_implementation():
         b, h, m, n = (
             torch.arange(size).view([-1 if i == j else 1 for j in range(4)]) for i, size in enumerate((B, H, M, N))
         )
-        torch.testing.assert_close(run_op(x) * N, philox.scale(p, x.seed, ((b * H + h) * M + m) * N + n))
+        torch.testing.assert_close(run_op(x) * N, philox.scale(p, x.seed, (b * H + h) * M + m, n))
 
 
 @interpreted

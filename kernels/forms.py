@@ -1,0 +1,197 @@
+"""A score program in the form the kernels run: a factor outside, and what is left of it in a tile that the mask spares.
+
+    where((n <= m) & t0[b, n], 0.125 * s, -inf)
+      ->  factor 0.125, inner where((n <= m) & t0[b, n], s, -inf), body s, plain (n <= m) & t0[b, n]
+
+The factor goes into the exponent, exp2(factor * log2(e) * (inner - its maximum)), and into dQ and dK once at the end. A
+tile is *plain* where `plain` holds everywhere: there the inner program is `body`, and the mask is neither computed nor
+loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchflash import score as sc
+from torchflash.kernels.program import Program, fold
+from torchflash.score import Expr
+
+LOG2E = 1.4426950408889634
+MASKED = -100.0  # a branch of at most this is a mask, not a score
+HUGE = 1e20
+FAR = 2.0**100  # stands for what is huge: times any exponent it is exact, so that masked rows are exactly even
+MODERATE = 1e3  # half an ulp of a base below this does not show in half precision
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """`program.score` = factor * inner, and inner = body where `plain` holds."""
+
+    program: Program
+    factor: float
+    inner: Expr
+    body: Expr
+    plain: Expr | None  # None: no tile is known to be plain, or all are and there is no mask
+    fill: float  # what of the scores is not kept is at most this
+    exact: bool = False  # the exponent is a difference times log2(e), which nothing finite overflows
+    joint: bool = False  # maximum and sum of a row fit into one logarithm
+
+    @property
+    def exponent(self) -> float:
+        """factor * log2(e), rounded as the kernels round it."""
+        return float(np.float32(self.factor) * np.float32(LOG2E))
+
+
+@functools.lru_cache(maxsize=4096)
+def form(program: Program, exact: bool) -> Form:
+    """The form of a program; `exact` keeps the scores as they are, for operands whose own rounding would not hide
+    another order of multiplication."""
+    factor = 1.0 if exact else float(np.float32(_factor(program.score)))
+    inner = program.score if exact else _divided(program.score, factor)
+    if not exact and not _moderate(inner, factor):
+        exact, factor, inner = True, 1.0, program.score
+    fill = program.fill
+    if math.isfinite(fill):  # a little more than any fill can be after its roundings
+        fill = fill if exact else _scaled(fill, factor) * factor
+        fill += abs(fill) * 2.0**-20
+    fills = {abs(x.value) for x in sc.topological(inner) if x.op == "const"}
+    joint = not exact and FAR not in fills
+    assumptions = _Assumptions(program)
+    body = assumptions.apply(inner) if program.keep is not None else inner
+    conditions = assumptions.conditions()
+    return Form(
+        program=program,
+        factor=factor,
+        inner=inner,
+        body=body,
+        plain=functools.reduce(lambda a, b: sc.build("&", a, b), conditions) if conditions else None,
+        fill=fill,
+        exact=exact,
+        joint=joint,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- factor
+
+
+def _factor(e: Expr) -> float:
+    """The positive constant that multiplies the whole score, through masks; 1 where there is none."""
+    match e.op:
+        case "*" | "/":
+            number, other = _by_number(e)
+            if number is not None:
+                return (number if e.op == "*" else 1.0 / number) * _factor(other)
+        case "where":
+            constant, other = _masked(e)
+            huge = {x.value for x in sc.topological(e) if x.op == "const" and HUGE < abs(x.value) < math.inf}
+            if constant is not None and len(huge) <= 1:  # two would become one
+                return _factor(other)
+    return 1.0
+
+
+def _divided(e: Expr, factor: float) -> Expr:
+    """`e` without the `factor` that multiplies it, and what is huge in its masks as FAR."""
+    if e.op == "where":
+        constant, other = _masked(e)
+        if constant is None:
+            return e
+        inner, filled = _divided(other, factor), sc.const(_scaled(float(constant.value), factor))
+        branches = (filled, inner) if e.args[1] is constant else (inner, filled)
+        return fold(sc.call("where", e.args[0], *branches))
+    if factor == 1.0:
+        return e
+    number, other = _by_number(e)
+    assert number is not None
+    rest = factor / number if e.op == "*" else factor * number
+    return _divided(other, 1.0 if abs(rest - 1.0) < 1e-6 else rest)
+
+
+def _by_number(e: Expr) -> tuple[float | None, Expr]:
+    a, b = e.args
+    for number, other in ((a, b), (b, a)) if e.op == "*" else ((b, a),):
+        if number.op == "const" and 0 < number.value < math.inf:
+            return float(number.value), other
+    return None, e
+
+
+def _masked(e: Expr) -> tuple[Expr | None, Expr]:
+    _, a, b = e.args
+    return (a, b) if a.op == "const" else (b, a) if b.op == "const" else (None, e)
+
+
+def _scaled(v: float, factor: float) -> float:
+    if HUGE < abs(v) < math.inf:
+        return math.copysign(FAR, v)
+    return v / factor
+
+
+def _moderate(e: Expr, factor: float) -> bool:
+    """Whether no finite value of `e`, but that of `s` and what is FAR, is too large for the base of an exponent."""
+    memo: dict[Expr, float] = {}
+    for x in sc.topological(e):
+        memo[x] = _magnitude(x, memo)
+    return memo[e] * factor <= MODERATE
+
+
+def _magnitude(e: Expr, memo: dict[Expr, float]) -> float:
+    """A bound of |e| apart from what `s`, FAR and infinite constants bring in."""
+    of = [memo[a] for a in e.args]
+    match e.op:
+        case "const":
+            return abs(float(e.value)) if math.isfinite(e.value) and abs(e.value) != FAR else 0.0
+        case "name":
+            return 0.0 if e.value in ("s", "p") else 2.0**31
+        case "+" | "-":
+            return sum(of)
+        case "where":
+            return max(of[1:])
+        case "minimum" | "maximum":
+            return max(of)
+        case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
+            return 1.0
+        case "*" if "s" not in sc.names(e):
+            return of[0] * of[1]
+        case "*" if any(a.op == "const" for a in e.args):
+            return math.prod(of)
+        case "/" if e.args[1].op == "const" and e.args[1].value:
+            return of[0] / abs(float(e.args[1].value))
+        case "neg" | "abs" | "float" | "half" | "bfloat16" | "floor" | "ceil" | "trunc" | "round":
+            return of[0]
+        case _:
+            return 1.0 if sc.is_bool(e) else math.inf
+
+
+# -------------------------------------------------------------------------------------------------------------- plain
+
+
+class _Assumptions:
+    """What a score is where its mask spares all: masks are chosen and additive masks are 0."""
+
+    def __init__(self, program: Program):
+        self.masks = frozenset(sc.loads(program.keep)) if program.keep is not None else frozenset()
+        self.kinds = program.kind_map
+        self.chosen: dict[Expr, bool] = {}  # conditions
+        self.zeros: dict[Expr, None] = {}  # loads that are 0
+
+    def conditions(self) -> list[Expr]:
+        chosen = [c if value else sc.build("~", c) for c, value in self.chosen.items()]
+        return chosen + [sc.build("==", x, sc.const(0.0)) for x in self.zeros]
+
+    def apply(self, e: Expr) -> Expr:
+        if e.op == "where":
+            condition, a, b = e.args
+            low_a, low_b = (x.op == "const" and x.value <= MASKED for x in (a, b))
+            if low_a != low_b and not sc.names(condition) & {"s", "p"}:
+                self.chosen[condition] = low_b
+                return self.apply(a if low_b else b)
+        elif e.op == "load" and e in self.masks and sc.kind(e, self.kinds) == "f":
+            self.zeros[e] = None
+            return sc.const(0.0)
+        elif e.op in ("+", "-", "float") or (e.op == "*" and any(a.op == "const" for a in e.args)):
+            return sc.build(e.op, *map(self.apply, e.args))
+        return e
+
