@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Tile(NamedTuple):
         return self._replace(**{names[k]: v for k, v in fixed.items()})
 
 
+@functools.cache
 def chunks(dim: int) -> tuple[int, ...]:
     """Power-of-two chunks that cover `dim`, at most three, none below 16: 80 -> (64, 16), 112 -> (64, 32, 16)."""
     parts: list[int] = []

@@ -37,8 +37,7 @@ class Started:
             arguments[i] = changing[name]
         compiled, grid = self.compiled, self.grid
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        metadata = None
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        enter, leave, metadata = hook(knobs.runtime.launch_enter_hook), hook(knobs.runtime.launch_exit_hook), None
         if enter is not None:
             metadata = compiled.launch_metadata((grid, 1, 1), stream, *arguments)
         compiled.run(
@@ -46,27 +45,39 @@ class Started:
         )  # fmt: skip
 
 
+def hook(chain: Any) -> Any:
+    """None for a chain of hooks with nothing in it, which the launcher would call all the same."""
+    return chain if getattr(chain, "calls", chain) else None
+
+
 def start(
     kernel: Any, key: Any, grid: int, changing: Mapping[str, Any], others: Callable[[], Mapping[str, Any]]
-) -> None:
+) -> Started | None:
     """Launch `kernel` on a grid of one dimension. `key` decides, together with the kernel, the grid, `others`
     (arguments and options, asked for at the first launch only) and what Triton specialises on in `changing`: types, and
-    whether addresses are multiples of 16.
+    whether addresses are multiples of 16. With the key None, what is returned is for the caller to keep instead.
 
     Raises triton.runtime.errors.OutOfResources where the kernel does not fit the device.
     """
     name = getattr(kernel, "__name__", None)
-    known = _started.get((name, key))
+    known = _started.get((name, key)) if key is not None else None
     if known is not None:
         known.again(changing)
-        return
+        return known
     arguments = {**others(), **changing}
     compiled = kernel[(grid,)](**arguments)
-    if compiled is None or not hasattr(compiled, "packed_metadata"):  # interpreted, or a stand-in
-        return
-    _started[name, key] = Started(kernel, compiled, grid, arguments, changing)
-    if len(_started) > REMEMBERED:
-        _started.popitem(last=False)
+    if not hasattr(compiled, "packed_metadata"):  # interpreted, or a stand-in
+        return None
+    started = Started(kernel, compiled, grid, arguments, changing)
+    if key is not None:
+        _started[name, key] = started
+        if len(_started) > REMEMBERED:
+            _started.popitem(last=False)
+    return started
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def interpreting() -> bool:

@@ -6,13 +6,12 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from torch import Tensor
 
 from torchflash import score as sc
 from torchflash.kernels import lower
 from torchflash.kernels.forms import Form
-from torchflash.kernels.launcher import start
+from torchflash.kernels.launcher import cdiv, start
 from torchflash.kernels.visits import needy_rows, tile_order, tile_states
 from torchflash.score import Expr
 
@@ -78,7 +77,7 @@ class Maps:
     def of_columns(self, tile: Tile, lse: Tensor, statistics: Tensor) -> dict[str, Any]:
         """For the kernel of keys: the order of the query tiles of each column, and the rows that need all columns."""
         p = self.problem
-        lines, tiles = p.B * p.H, triton.cdiv(p.M, tile.block_m)
+        lines, tiles = p.B * p.H, cdiv(p.M, tile.block_m)
         needy = torch.empty((lines, tiles), dtype=torch.int32, device=lse.device)
         counts = torch.empty(lines, dtype=torch.int32, device=lse.device)
 
@@ -134,9 +133,9 @@ class Maps:
         if blocks in self.made:
             return self.made[blocks]
         p, mask = self.problem, self.mask
-        rows, cols = triton.cdiv(p.M, blocks[0]), triton.cdiv(p.N, blocks[1])
+        rows, cols = cdiv(p.M, blocks[0]), cdiv(p.N, blocks[1])
         states = torch.empty((mask.batches, mask.heads, rows, cols), dtype=torch.int8, device=p.q.device)
-        steps = cols if mask.loads else triton.cdiv(cols, WIDTH)
+        steps = cols if mask.loads else cdiv(cols, WIDTH)
 
         def others() -> dict[str, Any]:
             return {

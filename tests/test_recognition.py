@@ -104,6 +104,7 @@ class TestPrograms(expecttest.TestCase):
             """\
 nanogpt
     score where(t0[0, 0, m, n] == 0.0, -inf, 0.35355339059327373 * s)
+    keep  ~(t0[0, 0, m, n] == 0.0)
 gpt1_mul_mask_in_graph
     score x0 = n <= m; 0.35355339059327373 * s * where(x0, 1.0, 0.0) - where(x0, 0.0, 10000.0)
 causal_triu_inf_added
@@ -117,6 +118,7 @@ causal_xtransformers
     keep  n < m + 5
 padding_bert_extended
     score 0.35355339059327373 * s + t0[b, 0, 0, n]
+    keep  t0[b, 0, 0, n] > -1e+30
 padding_and_causal_llama
     score x0 = m + 1; x1 = where(n >= x0, -3.4028234663852886e+38, 0.0); 0.35355339059327373 * s + where((x1 + t0[b, 0, 0, n] == 0.0) & (n < x0) & t1[b, 0, 0, n], -3.4028234663852886e+38, x1)
     keep  x0 = m + 1; x1 = n < x0; ~((where(n >= x0, -3.4028234663852886e+38, 0.0) + t0[b, 0, 0, n] == 0.0) & x1 & t1[b, 0, 0, n]) & x1
@@ -134,6 +136,7 @@ prefix_or
     keep  (n <= m) | t0[b, n]
 mask_two_of_them
     score where(t0[b, n], -inf, 0.35355339059327373 * s) + t1[m, n]
+    keep  ~t0[b, n] & (t1[m, n] > -1e+30)
 """,  # noqa: E501
         )  # fmt: skip
 
@@ -156,6 +159,7 @@ swinv2_cosine
     score s * t0[h, 0, 0] + t1[0, h, m, n]
 swin_bias_and_shift_mask
     score x0 = t0[m, n]; s + t1[where(x0 < 0, x0 + 49, x0), h] + t2[b % 4, m, n]
+    keep  t2[b % 4, m, n] > -1e+30
 maxvit_table_2d
     score 0.35355339059327373 * s + t0[h, m // 3 + 2 - n // 3, m % 3 + 2 - n % 3]
 forgetting_transformer
@@ -206,11 +210,14 @@ deferred_division_max
     score 0.35355339059327373 * s
 cogview_pb_relax_detach_masked
     score 32.0 * where(t0[b, 0, 0, n], s, -9.375e+36)
+    keep  t0[b, 0, 0, n]
 post_mask_again_fill
     score where(t0[b, 0, m, n], 0.35355339059327373 * s, -1000000000.0)
+    keep  t0[b, 0, m, n]
     post  where(t0[b, 0, m, n], p, 0.0)
 post_isnan_masked_fill
     score where(t0[b, n], 0.35355339059327373 * s, -inf)
+    keep  t0[b, n]
     post  nan_to_num(p)
 dropout_then_mask_gate
     score 0.35355339059327373 * s
@@ -224,6 +231,7 @@ dropout_then_mask_gate
             """\
 nanogpt
     score where(t0[0, 0, m, n] == 0.0, -inf, s * (1.0 / sqrt(float(32 // z0))))
+    keep  ~(t0[0, 0, m, n] == 0.0)
 t5_buckets
     score s + t0[h, n + z0 - m - 1]
 qkv_timm
