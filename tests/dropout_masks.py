@@ -1,4 +1,6 @@
-"""The dropout mask as each kernel applies it, read off its results: [B, H, M, N] bool, True = kept.
+"""Properties of dropout, for the CPU, the interpreter and the GPU.
+
+The mask is read off the results of each kernel, [B, H, M, N] bool, True = kept.
 
 An operand that is a slice of the identity copies columns of a matrix into the result: of the weights with v = 1 (out)
 and do = 1 (dv), of the gradient of the scores with q = 1 (dk), k = 1 (dq) and a bias of their size (dbias). Where
@@ -9,12 +11,15 @@ it is dropped, in every row that has both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from oracle import INF, Inputs, gradients, run_op, within_budget
 from torch import Tensor
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
 
 from torchflash.kernels import philox
 
@@ -209,3 +214,79 @@ def check_independent(first: Tensor, second: Tensor, p: float, sigmas: float = 5
     agree = p * p + (1 - p) ** 2
     share = (first == second).double().mean().item()
     assert abs(share - agree) < sigmas * (agree * (1 - agree) / first.numel()) ** 0.5, f"{share} and not {agree}"
+
+
+# ------------------------------------------------------------------------------------------ as torch.compile draws it
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dropout(torch.softmax(q @ k.mT * 0.1, -1), P) @ v
+
+
+def layers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Two layers, heads in groups of two."""
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    return attend(q, k, v), attend(q + 1, k, v)
+
+
+def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = checkpoint(layers, q, k, v, use_reentrant=False)
+    return first, second
+
+
+INNERS = ["eager", "aot_eager", "inductor"]
+# no "eager": torch's own backend of that name draws anew when a checkpoint computes the forward again
+STEPS = [(layers, inner) for inner in INNERS] + [(checkpointed, inner) for inner in INNERS[1:]]
+NAMES = [f"{function.__name__}-{inner}" for function, inner in STEPS]
+
+
+def compiled(function: Callable[..., tuple[Tensor, ...]], inner: str) -> Callable[..., tuple[Tensor, ...]]:
+    torch._dynamo.reset()
+    options = {"torchflash.min_seqlen": 0, "torchflash.inner": inner, "torchflash.strict": True}
+    return torch.compile(function, backend="torchflash", options=options)
+
+
+def operands(length: int, dim: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    """For `layers`: q [2, 4, length, dim], k [2, 2, length, dim], v = 1 [2, 2, length, length]."""
+    q, k = (torch.randn(2, heads, length, dim, device=device).to(dtype) for heads in (4, 2))
+    return [q, k, torch.eye(length, device=device, dtype=dtype).expand(2, 2, length, length).contiguous()]
+
+
+def check_training_steps(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], slack: float = 1.0) -> None:
+    """`step`, `layers` in some way, draws a new mask at each call, of its own for each layer, batch and head, also of
+    those that share keys; and its backward applies it."""
+    kept: list[Tensor] = []
+    for _ in range(3):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outs = step(*leaves)
+        dos = [torch.randn_like(out) for out in outs]
+        got = [*outs, *torch.autograd.grad(outs, leaves, dos)]
+        masks = [out.detach() != 0 for out in outs]
+
+        def by_hand(dtype: torch.dtype, masks: list[Tensor] = masks, dos: list[Tensor] = dos) -> list[Tensor]:
+            q, k, v = exact = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            outs = [
+                torch.softmax(q @ k.mT * 0.1, -1) * mask.to(dtype) / (1 - P) @ v
+                for q, mask in zip((q, q + 1), masks, strict=True)
+            ]
+            return [*outs, *torch.autograd.grad(outs, exact, [do.to(dtype) for do in dos])]
+
+        names = ["first", "second", "dq", "dk", "dv"]
+        for name, a, b, c in zip(names, got, by_hand(torch.float64), by_hand(inputs[0].dtype), strict=True):
+            within_budget(name, a, b, c, slack)
+        kept += [head for mask in masks for head in mask.flatten(0, 1)]
+    for first, second in itertools.combinations(kept, 2):
+        check_independent(first, second, P)
+
+
+def check_reproducible(step: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> None:
+    """By torch.manual_seed: the same seed gives the same masks, another seed others, and every call its own."""
+    runs = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        runs.append([out for _ in range(2) for out in step(*inputs)])
+    assert all(map(torch.equal, runs[0], runs[1]))
+    assert not any(map(torch.equal, runs[0], runs[2]))
+    for first, second in itertools.combinations(runs[0], 2):
+        assert not torch.equal(first != 0, second != 0)

@@ -14,10 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from dropout_masks import P, Setting, Shape, check_arithmetic, check_independent, check_masks, check_rate
-from torch import Tensor
-from torch.nn.functional import dropout
-from torch.utils.checkpoint import checkpoint
+from dropout_masks import (
+    INNERS,
+    NAMES,
+    STEPS,
+    Setting,
+    Shape,
+    check_arithmetic,
+    check_independent,
+    check_masks,
+    check_rate,
+    check_reproducible,
+    check_training_steps,
+    compiled,
+    layers,
+    operands,
+)
 
 from torchflash.kernels import philox, reference
 
@@ -29,8 +41,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 # ways to run, as tuning texts
 KERNELS = {
     "default": "min_seqlen=0",
-    "forward": "min_seqlen=0;forward.BLOCK_M=16;forward.BLOCK_N=32",
-    "backward": "min_seqlen=0;forward.BLOCK_M=32;forward.BLOCK_N=16;backward_kv.BLOCK_M=32;backward_kv.BLOCK_N=16;"
+    "others": "min_seqlen=0;forward.BLOCK_M=32;forward.BLOCK_N=16;backward_kv.BLOCK_M=32;backward_kv.BLOCK_N=16;"
     "backward_q.BLOCK_M=16;backward_q.BLOCK_N=64",
 }
 WAYS = KERNELS if INTERPRETING else {"blockwise": "min_seqlen=0", "unfused": "min_seqlen=1048576"}
@@ -73,7 +84,7 @@ def test_every_kernel_applies_the_documented_mask(way, shape):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", [name for name in WAYS if name != "forward"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "default"])
 def test_arithmetic(way, shape, dtype):
     check_arithmetic(Setting(SHAPES[shape], causal=shape == "odd", dtype=dtype, tuning=WAYS[way], width=WIDTH))
 
@@ -94,84 +105,16 @@ def test_rate(p):
         check_independent(drawn[i], drawn[j], p)
 
 
-# --------------------------------------------------------------------------------------- as torch.compile draws it
-
-LENGTH = 48
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return dropout(torch.softmax(q @ k.mT * 0.1, -1), P) @ v
-
-
-def layers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two layers of heads in groups of two."""
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    return attend(q, k, v), attend(q + 1, k, v)
-
-
-def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = checkpoint(layers, q, k, v, use_reentrant=False)
-    return first, second
-
-
-def operands(grad: bool = True) -> list[Tensor]:
-    """q [2, 4, L, 16], k [2, 2, L, 16], v = 1 [2, 2, L, L]."""
-    q, k = (torch.randn(2, heads, LENGTH, 16) for heads in (4, 2))
-    return [x.requires_grad_(grad) for x in (q, k, torch.eye(LENGTH).expand(2, 2, LENGTH, LENGTH).contiguous())]
-
-
-@pytest.fixture
-def compiled():
-    torch._dynamo.reset()
-
-    def compile(function: Any, inner: str) -> Any:
-        options = {"torchflash.min_seqlen": 0, "torchflash.inner": inner, "torchflash.strict": True}
-        return torch.compile(function, backend="torchflash", options=options)
-
-    return compile
-
-
-INNERS = ["eager", "aot_eager", "inductor"]
-# no "eager": torch's own backend of that name draws anew when a checkpoint computes the forward again
-STEPS = [(layers, inner) for inner in INNERS] + [(checkpointed, inner) for inner in INNERS[1:]]
+# ------------------------------------------------------------------------------------------ as torch.compile draws it
 
 
 @only_on_cpu
-@pytest.mark.parametrize(("function", "inner"), STEPS, ids=[f"{f.__name__}-{inner}" for f, inner in STEPS])
-def test_training_steps(compiled, function, inner):
-    """A new mask at each step, of its own for each layer, batch and head, also of those that share keys; and the
-    backward applies it, also where a checkpoint computes the forward again."""
-    step = compiled(function, inner)
-    kept: list[Tensor] = []
-    for _ in range(3):
-        leaves = operands()
-        outs = step(*leaves)
-        dos = [torch.randn_like(out) for out in outs]
-        got = torch.autograd.grad(outs, leaves, dos)
-        masks = [out.detach() != 0 for out in outs]
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        k, v = (x.repeat_interleave(2, 1) for x in exact[1:])
-        by_hand = [
-            torch.softmax(q @ k.mT * 0.1, -1) * mask / (1 - P) @ v
-            for q, mask in zip((exact[0], exact[0] + 1), masks, strict=True)
-        ]
-        expected = torch.autograd.grad(by_hand, exact, [do.double() for do in dos])
-        for a, b in zip((*outs, *got), (*by_hand, *expected), strict=True):
-            torch.testing.assert_close(a.double(), b, atol=1e-6, rtol=1e-5)
-        kept += [head for mask in masks for head in mask.flatten(0, 1)]
-    for first, second in itertools.combinations(kept, 2):
-        check_independent(first, second, P)
+@pytest.mark.parametrize(("function", "inner"), STEPS, ids=NAMES)
+def test_training_steps(function, inner):
+    check_training_steps(compiled(function, inner), operands(48, 16))
 
 
 @only_on_cpu
 @pytest.mark.parametrize("inner", INNERS)
-def test_reproducible_by_manual_seed(compiled, inner):
-    step = compiled(layers, inner)
-    args = operands(grad=False)
-    runs = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        runs.append([out for _ in range(2) for out in step(*args)])
-    assert all(map(torch.equal, runs[0], runs[1]))
-    assert not any(map(torch.equal, runs[0], runs[2]))
-    assert len({tuple((out != 0).flatten().tolist()) for out in runs[0]}) == 4
+def test_reproducible_by_manual_seed(inner):
+    check_reproducible(compiled(layers, inner), operands(48, 16))
