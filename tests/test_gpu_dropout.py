@@ -62,7 +62,8 @@ def kernels_only(monkeypatch, poisoned):
 
 
 MASKS = [
-    ("bf16", "default", "even"), ("bf16", "default", "odd"), ("bf16", "default", "grouped"), ("bf16", "default", "long"),
+    ("bf16", "default", "even"), ("bf16", "default", "odd"), ("bf16", "default", "grouped"),
+    ("bf16", "default", "long"),
     ("bf16", "forward", "odd"), ("bf16", "forward", "grouped"), ("bf16", "backward", "odd"),
     ("bf16", "backward", "grouped"), ("fp32", "default", "odd"), ("fp32", "default", "grouped"),
     ("fp32", "backward", "grouped"),
