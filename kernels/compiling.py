@@ -36,9 +36,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchflash.kernels import autotune, launch, launcher, maps, reference
 from torchflash.kernels import program as programs
-from torchflash.kernels.candidates import shared_limit
+from torchflash.kernels.candidates import Work, shared_limit
 from torchflash.kernels.configs import Tile
 from torchflash.kernels.launcher import Spilling
+from torchflash.kernels.tuning import PARAMETERS
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 Arguments = Mapping[str, Any]
@@ -133,15 +134,20 @@ def compile_launches(
         kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None
     ) -> None:
         resources = compile_kernel(kernel, {**others(), **changing}, capability)
-        if resources.shared > shared_limit(capability):  # as the driver would refuse it
-            raise OutOfResources(resources.shared, shared_limit(capability), "shared memory")
-        if spills is not None and resources.stack > 4 * spills:
-            raise Spilling(resources.stack // 4)
+        _refuse(resources, capability, spills)
         found.setdefault(kernel.__name__, []).append(resources)
 
     with elsewhere(start, capability):
         assert run(problem, need)
     return found
+
+
+def _refuse(resources: Resources, capability: int, spills: int | None) -> None:
+    """As the driver and launcher.start would."""
+    if resources.shared > shared_limit(capability):
+        raise OutOfResources(resources.shared, shared_limit(capability), "shared memory")
+    if spills is not None and resources.stack > 4 * spills:
+        raise Spilling(resources.stack // 4)
 
 
 def compile_tile(problem: reference.Problem, name: str, tile: Tile, capability: int) -> list[Resources]:
@@ -161,6 +167,36 @@ def compile_tile(problem: reference.Problem, name: str, tile: Tile, capability: 
     with elsewhere(start, capability), only(name, tile):
         assert run(problem, [False] * len(problem.captures), name)
     return found
+
+
+def built_in(problem: reference.Problem, name: str, capability: int) -> Tile:
+    """The tile that the kernel `name` runs with on such a GPU by the built-in table: the first that fits."""
+    found: list[Tile] = []
+
+    def start(
+        kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None
+    ) -> None:
+        if kernel.__name__ == f"attention_{name}":
+            arguments = {**others(), **changing}
+            _refuse(compile_kernel(kernel, arguments, capability), capability, spills)
+            found.append(Tile(*(arguments[key] for key in PARAMETERS)))
+
+    with elsewhere(start, capability):
+        if not run(problem, [False] * len(problem.captures), name):
+            raise ValueError(f"no tile of {name} fits sm_{capability}")
+    return found[0]
+
+
+def table(case: Case, name: str, capability: int) -> list[Tile]:
+    """What the built-in table has for the kernel, from the first choice on."""
+    with elsewhere(launcher.start, capability):
+        return launch.tiles(name, launch.Operands(case.problem()))
+
+
+def work(case: Case, capability: int) -> Work:
+    """What candidates depend on (candidates.py)."""
+    with elsewhere(launcher.start, capability):
+        return autotune.work(launch.Operands(case.problem()), capability)
 
 
 def time_tile(problem: reference.Problem, name: str, tile: Tile) -> float:

@@ -1,4 +1,7 @@
-"""`python -m torchflash`: versions, devices and what runs on them; meant to be pasted into a bug report."""
+"""`python -m torchflash`: versions, devices and what runs on them; meant to be pasted into a bug report.
+
+`python -m torchflash tune` measures tile sizes (torchflash/tune.py).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 
@@ -91,7 +94,20 @@ def _gpu(index: int) -> str:
     return f"{name}: Triton kernels; float16, bfloat16, float32"
 
 
-def main() -> int:
+USAGE = "usage: python -m torchflash: versions and devices; python -m torchflash tune --help: tile sizes"
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    if argv and argv[0] == "tune":
+        from torchflash import tune
+
+        return tune.main(argv[1:])
+    if argv:
+        if argv[0] in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        print(f"torchflash: unknown command {argv[0]!r}; {USAGE}", file=sys.stderr)
+        return 2
     rows = list(environment())
     width = max(len(what) for what, _ in rows)
     for what, how in rows:
@@ -100,4 +116,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
