@@ -90,6 +90,10 @@ def _factor(e: Expr) -> float:
             huge = {x.value for x in sc.topological(e) if x.op == "const" and HUGE < abs(x.value) < math.inf}
             if constant is not None and len(huge) <= 1:  # two would become one
                 return _factor(other)
+        case "+":
+            mask, other = _added_mask(e)
+            if mask is not None:
+                return _factor(other)
     return 1.0
 
 
@@ -102,12 +106,29 @@ def _divided(e: Expr, factor: float) -> Expr:
         inner, filled = _divided(other, factor), sc.const(_scaled(float(constant.value), factor))
         branches = (filled, inner) if e.args[1] is constant else (inner, filled)
         return fold(sc.call("where", e.args[0], *branches))
+    if e.op == "+":
+        mask, other = _added_mask(e)
+        if mask is None:
+            return e
+        condition, *values = mask.args
+        mask = sc.call("where", condition, *(sc.const(_scaled(float(x.value), factor)) for x in values))
+        return fold(sc.call("+", _divided(other, factor), mask))
     if factor == 1.0:
         return e
     number, other = _by_number(e)
     assert number is not None
     rest = factor / number if e.op == "*" else factor * number
     return _divided(other, 1.0 if abs(rest - 1.0) < 1e-6 else rest)
+
+
+def _added_mask(e: Expr) -> tuple[Expr | None, Expr]:
+    """(where(c, 0.0, -inf), x) of their sum: what is masked is infinite, or so huge that x is lost in it."""
+    for mask, other in (e.args, e.args[::-1]):
+        if mask.op == "where" and all(x.op == "const" for x in mask.args[1:]):
+            values = sorted(float(x.value) for x in mask.args[1:])
+            if values[1] == 0.0 and values[0] < -HUGE:
+                return mask, other
+    return None, e
 
 
 def _by_number(e: Expr) -> tuple[float | None, Expr]:

@@ -22,12 +22,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torchflash.kernels import autotune, configs, lower, philox
 from torchflash.kernels import backward as bwd
-from torchflash.kernels import configs, lower, philox
 from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forms import Form, form
 from torchflash.kernels.forward import attention_forward
-from torchflash.kernels.launcher import Started, cdiv, interpreting, start
+from torchflash.kernels.launcher import Spilling, Started, cdiv, interpreting, start
 from torchflash.kernels.maps import Maps, Mask
 from torchflash.kernels.program import plain_axes
 from torchflash.kernels.reference import Problem, exact_delta
@@ -37,6 +37,7 @@ log = logging.getLogger("torchflash")
 
 MAX_SIZES = 8  # z0 … z7 are kernel arguments
 REMEMBERED = 1024
+SPILLS = 192  # words a thread may spill: what lies outside the inner loops does not show
 _fitting: dict[Any, int] = {}  # (kernel, specialisation) -> index of the first tile that fits the device
 _setups: OrderedDict[Any, Setup] = OrderedDict()
 
@@ -182,8 +183,8 @@ def run(
     changing: dict[str, Any],
     others: Callable[[], dict[str, Any]],
 ) -> bool:
-    """Launch with the first tile that fits; False when none does. What fits is remembered. `own` is what decides
-    `others`, besides the setup of `o`."""
+    """Launch with the first tile that fits and does not spill much; False when none fits. What does is remembered.
+    `own` is what decides `others`, besides the setup of `o`."""
     setup = o.setup
     changing["T"] = o.T
     known = setup.plans.get((name, own))
@@ -193,23 +194,40 @@ def run(
         started.again(changing)
         return True
     choices = tiles(name, o)
-    kind = (name, own[0], setup.kind)
-    for i in range(_fitting.get(kind, 0), len(choices)):
-        tile = choices[i]
 
-        def arguments(tile: configs.Tile = tile) -> dict[str, Any]:
+    def launch(tile: configs.Tile, spills: int | None = None) -> tuple[Started | None, dict[str, Any]]:
+        def arguments() -> dict[str, Any]:
             sizes = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "num_warps": tile.warps}
             return {**others(), **setup.common, **sizes, "num_stages": tile.stages, **extra_options()}
 
+        given = {**changing, **by_tile(tile)}
+        return start(kernel, None, grid(tile), given, arguments, spills), given
+
+    timed, final = None, True
+    if o.problem.tuning.autotune:
+        timed, final = autotune.fastest(name, own, o, choices[0], launch)
+        choices = choices if timed is None else [timed, *choices]
+    kind = (name, own[0], setup.kind, choices[0])
+    candidates = list(range(_fitting.get(kind, 0), len(choices)))
+    limit = None if timed or o.problem.tuning.tile(name) or kind in _fitting else SPILLS
+    spilling: dict[int, int] = {}  # the choices that spill more, and how much
+    while candidates:
+        i = candidates.pop(0)
         try:
-            first = start(kernel, None, grid(tile), {**changing, **by_tile(tile)}, arguments)
+            first, _ = launch(choices[i], limit)
         except OutOfResources as e:
-            log.info("%s with %s does not fit: %s", name, tile, e)
-            continue
-        _fitting[kind] = i
-        if first is not None:
-            setup.plans[name, own] = first, tile
-        return True
+            log.info("%s with %s does not fit: %s", name, choices[i], e)
+        except Spilling as e:
+            log.info("%s with %s: %s", name, choices[i], e)
+            spilling[i] = e.words
+        else:
+            _fitting[kind] = i
+            if first is not None and final:
+                setup.plans[name, own] = first, choices[i]
+            return True
+        if spilling and (not candidates or len(spilling) == 3):
+            candidates, limit = [min(spilling, key=spilling.__getitem__)], None
+            spilling = {}
     log.warning(
         "torchflash: no tile of %s fits %s for head dims %d and %d in %s; running blockwise torch, which is slow",
         name, o.problem.q.device, setup.D, setup.DV, o.problem.q.dtype,

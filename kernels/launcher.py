@@ -19,6 +19,14 @@ REMEMBERED = 4096
 _started: OrderedDict[Any, Started] = OrderedDict()
 
 
+class Spilling(Exception):
+    """A kernel that needs far more registers than there are: `words` of 4 bytes a thread live in memory."""
+
+    def __init__(self, words: int):
+        super().__init__(f"{words} registers of a thread live in memory")
+        self.words = words
+
+
 class Started:
     """A compiled kernel, its grid, and its arguments but those that change from call to call."""
 
@@ -51,13 +59,19 @@ def hook(chain: Any) -> Any:
 
 
 def start(
-    kernel: Any, key: Any, grid: int, changing: Mapping[str, Any], others: Callable[[], Mapping[str, Any]]
+    kernel: Any,
+    key: Any,
+    grid: int,
+    changing: Mapping[str, Any],
+    others: Callable[[], Mapping[str, Any]],
+    spills: int | None = None,
 ) -> Started | None:
     """Launch `kernel` on a grid of one dimension. `key` decides, together with the kernel, the grid, `others`
     (arguments and options, asked for at the first launch only) and what Triton specialises on in `changing`: types, and
     whether addresses are multiples of 16. With the key None, what is returned is for the caller to keep instead.
 
-    Raises triton.runtime.errors.OutOfResources where the kernel does not fit the device.
+    Raises triton.runtime.errors.OutOfResources where the kernel does not fit the device, and Spilling, before it is
+    launched, where it spills more than `spills` words.
     """
     name = getattr(kernel, "__name__", None)
     known = _started.get((name, key)) if key is not None else None
@@ -65,6 +79,11 @@ def start(
         known.again(changing)
         return known
     arguments = {**others(), **changing}
+    if spills is not None and isinstance(kernel, triton.JITFunction):
+        compiled = kernel.warmup(grid=(grid,), **arguments)
+        compiled._init_handles()
+        if compiled.n_spills > spills:
+            raise Spilling(compiled.n_spills)
     compiled = kernel[(grid,)](**arguments)
     if not hasattr(compiled, "packed_metadata"):  # interpreted, or a stand-in
         return None
