@@ -44,7 +44,7 @@ class Started:
         for i, name in self.changing:
             arguments[i] = changing[name]
         compiled, grid = self.compiled, self.grid
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        stream = driver.active.get_current_stream(device())
         enter, leave, metadata = hook(knobs.runtime.launch_enter_hook), hook(knobs.runtime.launch_exit_hook), None
         if enter is not None:
             metadata = compiled.launch_metadata((grid, 1, 1), stream, *arguments)
@@ -73,8 +73,9 @@ def start(
     Raises triton.runtime.errors.OutOfResources where the kernel does not fit the device, and Spilling, before it is
     launched, where it spills more than `spills` words.
     """
-    name = getattr(kernel, "__name__", None)
-    known = _started.get((name, key)) if key is not None else None
+    if key is not None:  # a compiled kernel belongs to a device
+        key = (getattr(kernel, "__name__", None), None if interpreting() else device(), key)
+    known = _started.get(key)
     if known is not None:
         known.again(changing)
         return known
@@ -89,10 +90,14 @@ def start(
         return None
     started = Started(kernel, compiled, grid, arguments, changing)
     if key is not None:
-        _started[name, key] = started
+        _started[key] = started
         if len(_started) > REMEMBERED:
             _started.popitem(last=False)
     return started
+
+
+def device() -> int:
+    return int(driver.active.get_current_device())
 
 
 def cdiv(a: int, b: int) -> int:
