@@ -216,7 +216,7 @@ def load(kind: str) -> Tile | None:
         if content["kind"] != kind:
             raise ValueError("it is about another kind of problem")
         return Tile(**_checked(content["tile"]))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as e:
         log.warning("torchflash: ignoring %s, which is no choice of a tile: %s: %s", path, type(e).__name__, e)
@@ -224,7 +224,10 @@ def load(kind: str) -> Tile | None:
 
 
 def _checked(tile: dict[str, Any]) -> dict[str, int]:
+    """`tile` if kernels can run with it."""
     Tuning.of(**dict(zip(PARAMETERS, (tile[name] for name in Tile._fields), strict=True)))
+    if max(tile["block_m"], tile["block_n"]) > configs.LARGEST_BLOCK:
+        raise ValueError(f"blocks are at most {configs.LARGEST_BLOCK}")
     return tile
 
 
