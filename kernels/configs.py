@@ -16,7 +16,7 @@ STREAM_CHUNK, STREAM_SLICE = 64, 128
 STREAM_TILES = {2: 256, 4: 128}  # the head dimension whose tiles suit a streaming kernel
 
 
-LARGEST_BLOCK = 128
+LARGEST_BLOCK = 256  # of queries or keys
 
 
 class Tile(NamedTuple):

@@ -13,6 +13,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchflash.kernels.configs import LARGEST_BLOCK
+
 KERNELS = ("forward", "backward_kv", "backward_q")  # the kernels of captured gradients follow backward_q
 PARAMETERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 WARPS, STAGES = (1, 2, 4, 8, 16), range(1, 9)
@@ -97,7 +99,8 @@ def _check_parameter(parameter: str, value: int) -> None:
         raise ValueError(f"unknown parameter {parameter!r}; known: {', '.join(PARAMETERS)}")
     _check_int(parameter, value)
     if parameter.startswith("BLOCK"):
-        fits, must = value >= 16 and value & (value - 1) == 0, "a power of two of at least 16"
+        fits = 16 <= value <= LARGEST_BLOCK and value & (value - 1) == 0
+        must = f"a power of two from 16 to {LARGEST_BLOCK}"
     elif parameter == "num_warps":
         fits, must = value in WARPS, f"one of {', '.join(map(str, WARPS))}"
     else:

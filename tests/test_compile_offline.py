@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from torchflash.kernels import program as programs
 from torchflash.kernels.compiling import compile_launches
+from torchflash.kernels.launch import SPILLS as SPILLED_WORDS
 from torchflash.kernels.reference import Problem
 
 H, N = 2, 256
@@ -35,19 +36,11 @@ PROGRAMS = {
     "bias": ("0.125 * s + t0[h, m, n]", "", "p", lambda dtype: [torch.zeros(H, N, N, dtype=dtype)], 0.0),
     "relative": ("0.125 * s + t0[n - m + z0, h]", "", "p", lambda dtype: [torch.zeros(2 * N, H, dtype=dtype)], 0.0),
 }
-# What ptxas may spill, in bytes, where it is not 0: (program, dtype, D, kernel). Tuning is to bring these down.
-SPILLS = {
-    ("causal", BF16, 128, "backward_kv"): 64,
-    ("causal", BF16, 256, "forward"): 64,
-    ("causal", BF16, 256, "backward_kv"): 1024,
-    ("causal", BF16, 256, "backward_q"): 256,
-    ("dropout", F16, 64, "forward"): 64,
-    ("relative", F16, 64, "forward"): 320,
-    ("relative", F16, 64, "backward_q"): 64,
-}
+# What of a thread may live in memory, in bytes, where it is more than launch.SPILLS allows: (program, dtype, D,
+# capability, kernel). Tuning is to bring these down.
+SPILLS: dict[tuple[Any, ...], int] = {}
 PRODUCTS = {f"attention_{name}" for name in ("forward", "backward_kv", "backward_q", "backward_capture")}
 LOOSE = 8192  # in the sweep over everything, where the point is that all of it compiles and fits
-ELSEWHERE = 512  # on other architectures than sm_90, and head dimensions not listed
 # A bias tile that is read asynchronously makes ptxas serialise wgmma (C7515): known, slower, not wrong.
 SERIALIZED = {"bias", "relative"}
 
@@ -63,16 +56,15 @@ def build(name: str, dtype: torch.dtype, D: int, DV: int | None = None, heads: i
     ]
 
 
-def gate(name: str, dtype: torch.dtype, D: int, capability: int, known: dict[Any, int] = SPILLS) -> None:
+def gate(name: str, dtype: torch.dtype, D: int, capability: int, least: int = 4 * SPILLED_WORDS) -> None:
     problem, need = build(name, dtype, D)
     found = compile_launches(problem, need, capability)
     assert {"attention_forward", "attention_rows", "attention_backward_kv", "attention_backward_q"} <= set(found)
     for kernel, launches in found.items():
         for r in launches:
-            said = f"{kernel} sm_{capability}: {r}"
-            bound = known.get((name, dtype, D, kernel.removeprefix("attention_")), 0)
-            listed = known and capability == 90
-            assert r.spills <= (bound if listed else max(bound, ELSEWHERE if known else LOOSE)), said
+            said = f"{name} {kernel} sm_{capability}: stack {r.stack} {r}"
+            known = SPILLS.get((name, dtype, D, capability, kernel.removeprefix("attention_")), 0)
+            assert r.stack <= max(least, known), said
             assert r.registers <= 255, said
             assert r.tensor_core or kernel not in PRODUCTS, said
             assert name in SERIALIZED or not r.warnings, said
@@ -103,7 +95,7 @@ def test_float32_on_hopper():
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_everything(name, D, dtype, capability):
-    gate(name, dtype, D, capability, known={})
+    gate(name, dtype, D, capability, least=LOOSE)
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (192, 128), (40, 300)], ids=str)
@@ -111,7 +103,7 @@ def test_large_and_unequal_head_dimensions(shape):
     problem, need = build("causal", BF16, *shape, heads=1)
     for kernel, launches in compile_launches(problem, need, 90).items():
         for r in launches:
-            assert not r.warnings and r.spills <= ELSEWHERE, f"{kernel}: {r}"
+            assert not r.warnings and r.stack <= 4 * SPILLED_WORDS, f"{kernel}: stack {r.stack} {r}"
 
 
 def test_lengths_do_not_make_new_kernels():
