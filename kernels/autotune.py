@@ -226,8 +226,6 @@ def load(kind: str) -> Tile | None:
 def _checked(tile: dict[str, Any]) -> dict[str, int]:
     """`tile` if kernels can run with it."""
     Tuning.of(**dict(zip(PARAMETERS, (tile[name] for name in Tile._fields), strict=True)))
-    if max(tile["block_m"], tile["block_n"]) > configs.LARGEST_BLOCK:
-        raise ValueError(f"blocks are at most {configs.LARGEST_BLOCK}")
     return tile
 
 

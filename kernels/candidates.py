@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchflash.kernels.configs import LARGEST_BLOCK, STREAM_CHUNK, STREAM_SLICE, Tile
+from torchflash.kernels.configs import STREAM_CHUNK, STREAM_SLICE, Tile
 
 # What a thread block may take of shared memory, in bytes, by compute capability (CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability": the maximum of a multiprocessor less 1 KiB).
@@ -131,7 +131,7 @@ def candidates(kernel: str, work: Work, first: Tile, fixed: Mapping[str, int] | 
 
 
 def _blocks(length: int, least: int) -> tuple[int, ...]:
-    longest = min(LARGEST_BLOCK, max(BLOCKS[0], 1 << max(0, length - 1).bit_length()))
+    longest = min(BLOCKS[-1], max(BLOCKS[0], 1 << max(0, length - 1).bit_length()))
     return tuple(b for b in BLOCKS if min(least, longest) <= b <= longest)
 
 

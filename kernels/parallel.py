@@ -48,10 +48,11 @@ def cores() -> int:
 def compile_all(tasks: Sequence[Task], jobs: int | None = None) -> Iterator[tuple[int, Done]]:
     """(index of the task, its result), as they come. Never raises for a task; no process outlives the iterator."""
     waiting = deque(enumerate(tasks))
+    workers = [_Worker() for _ in range(min(jobs or cores(), len(tasks)))]
     busy: dict[Connection, _Worker] = {}
     try:
-        for _ in range(min(jobs or cores(), len(tasks))):
-            _give(_Worker(), waiting, busy)
+        for worker in workers:
+            _give(worker, waiting, busy)
         while busy:
             ready = wait(list(busy), timeout=1.0)
             late = [c for c, worker in busy.items() if c not in ready and time.monotonic() > worker.deadline]
@@ -64,12 +65,13 @@ def compile_all(tasks: Sequence[Task], jobs: int | None = None) -> Iterator[tupl
                     worker.stop()
                     done = Done(task.tile, error=done)
                 yield index, done
+                if waiting and worker.stopped:
+                    worker = _Worker()
+                    workers.append(worker)
                 if waiting:
-                    _give(_Worker() if worker.stopped else worker, waiting, busy)
-                else:
-                    worker.stop()
+                    _give(worker, waiting, busy)
     finally:
-        for worker in busy.values():
+        for worker in workers:
             worker.stop()
 
 
@@ -123,8 +125,8 @@ def _work(connection: Any) -> None:
 
 def compile_one(task: Task) -> Done:
     """What a worker does with a task."""
-    problem = task.case.problem()
     try:
+        problem = task.case.problem()
         tile = task.tile or compiling.built_in(problem, task.kernel, task.capability)
         found = compiling.compile_tile(problem, task.kernel, tile, task.capability)
     except Exception as e:

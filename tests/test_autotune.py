@@ -224,7 +224,7 @@ import logging, sys
 from torchflash.kernels import autotune
 from torchflash.kernels.configs import Tile
 mine, other = Tile(64, 64, 4, int(sys.argv[1])), Tile(64, 64, 4, 3 - int(sys.argv[1]))
-for i in range(300):
+for i in range(100):
     autotune.store("kind", mine, {mine: 1.0, other: 2.0})
     assert autotune.load("kind") in (mine, other)
 """
@@ -271,6 +271,7 @@ def attention(inputs, tuning):
 @interpreted
 def test_interpreted_results_are_those_without(timer, monkeypatch):
     """Trial launches leave no trace, neither in what is overwritten nor in what is added to."""
+    monkeypatch.setattr(autotune, "TRIED", 3)
     launched = []
     usual = launch.start
 
@@ -281,7 +282,7 @@ def test_interpreted_results_are_those_without(timer, monkeypatch):
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(autotune, "milliseconds", lambda again: (again(), len(launched))[1])
     torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)] + [torch.randn(79, requires_grad=True)]
+    inputs = [torch.randn(1, 1, 40, 16, requires_grad=True) for _ in range(3)] + [torch.randn(79, requires_grad=True)]
     expected = attention(inputs, "")
     launched.clear()
     for _ in range(2):

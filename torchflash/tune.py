@@ -98,11 +98,12 @@ class Request:
         c = self.case
         dtype = str(c.dtype).removeprefix("torch.")
         lines = [
-            f"torchflash tune: q {[c.B, c.H, c.M, c.D]}, k {[c.B, c.Hk, c.N, c.D]}, v {[c.B, c.Hv, c.N, c.DV]}, "
-            f"{dtype}, on {self.device or f'sm_{self.capability}, which is not here: no times'}",
-            f"score  {c.score}",
+            f"torchflash tune for sm_{self.capability}: q {[c.B, c.H, c.M, c.D]}, k {[c.B, c.Hk, c.N, c.D]}, "
+            f"v {[c.B, c.Hv, c.N, c.DV]}, {dtype}",
+            f"device  {self.device or 'none of this kind here, so no times'}",
+            f"score   {c.score}",
         ]
-        lines += [f"keep   {c.keep}"] if c.keep else []
+        lines += [f"keep    {c.keep}"] if c.keep else []
         lines += [f"dropout {c.dropout_p}"] if c.dropout_p else []
         return "\n".join(lines)
 
@@ -278,7 +279,7 @@ class Tables:
         for kernel, rows in self.rows.items():
             parts += ["", kernel, HEAD, *map(line, rows)]
         if options := self.options():
-            parts += ["", f"options={json.dumps(options)}"]
+            parts += ["", "options={", *(f"    {json.dumps(k)}: {json.dumps(v)}," for k, v in options.items()), "}"]
         return "\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -378,8 +379,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         request = parse(argv)
-    except ImportError as e:
-        print(f"torchflash tune: needs triton, which compiles the kernels; install it ({e})", file=sys.stderr)
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        print("torchflash tune: needs triton, which compiles the kernels; install it", file=sys.stderr)
         return 2
     tables, progress, status = Tables(request), _Progress(), 0
     try:
