@@ -65,6 +65,7 @@ def attention_rows(
     at = ROWS + bh.to(tl.int64) * length + m
     finite = (row_sum > 0.0) & (row_sum < float("inf"))  # else the whole row of p is NaN, and delta must not spread it
     delta = tl.where(finite, delta, 0.0)
+    base = tl.where(finite, base, float("nan"))
     dead = (alive == 0) & finite
     tl.store(at, tl.where((m < M) & (dead == 0), base, float("inf")))
     tl.store(at + lines.to(tl.int64) * length, delta)

@@ -50,6 +50,7 @@ class Form:
 def form(program: Program, exact: bool) -> Form:
     """The form of a program; `exact` keeps the scores as they are, for operands whose own rounding would not hide
     another order of multiplication."""
+    exact = exact or _huge_masks(program.score) > 1  # two would be as one
     factor = 1.0 if exact else float(np.float32(_factor(program.score)))
     inner = program.score if exact else _divided(program.score, factor)
     if not exact and not _moderate(inner, factor):
@@ -87,8 +88,7 @@ def _factor(e: Expr) -> float:
                 return (number if e.op == "*" else 1.0 / number) * _factor(other)
         case "where":
             constant, other = _masked(e)
-            huge = {x.value for x in sc.topological(e) if x.op == "const" and HUGE < abs(x.value) < math.inf}
-            if constant is not None and len(huge) <= 1:  # two would become one
+            if constant is not None:
                 return _factor(other)
         case "+":
             mask, other = _added_mask(e)
@@ -119,6 +119,15 @@ def _divided(e: Expr, factor: float) -> Expr:
     assert number is not None
     rest = factor / number if e.op == "*" else factor * number
     return _divided(other, 1.0 if abs(rest - 1.0) < 1e-6 else rest)
+
+
+def _huge_masks(e: Expr) -> int:
+    """How many masks add or fill in what is huge but finite."""
+    return sum(any(_huge(a) for a in x.args) for x in sc.topological(e) if x.op == "where")
+
+
+def _huge(e: Expr) -> bool:
+    return e.op == "const" and HUGE < abs(e.value) < math.inf
 
 
 def _added_mask(e: Expr) -> tuple[Expr | None, Expr]:

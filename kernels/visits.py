@@ -106,7 +106,7 @@ def tile_order(STATES, ORDER, COUNTS, lines, tiles, whole, to_line, to_tile, WID
 @triton.jit(do_not_specialize=("M",))
 def needy_rows(LSE, ROWS, NEEDY, COUNTS, M, length, fill, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     """NEEDY [bh, tiles], COUNTS [bh]: the rows of tiles in which some row with a gradient has not seen a score so far
-    above the fill that what is masked weighs nothing beside it."""
+    above the fill that what is masked weighs nothing beside it, or is NaN throughout."""
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(M, BLOCK_M)
     count = tiles * 0
@@ -115,7 +115,8 @@ def needy_rows(LSE, ROWS, NEEDY, COUNTS, M, length, fill, BLOCK_M: tl.constexpr,
         m = tile[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         row_max = tl.load(LSE + program * M + m, mask=m < M, other=float("inf"))
         base = tl.load(ROWS + program * length + m, mask=m < M, other=float("inf"))
-        needy = tl.max(((base != float("inf")) & ((row_max - fill > 128.0) == 0)).to(tl.int32), 1)
+        needy = (base != float("inf")) & (((row_max - fill > 128.0) == 0) | (base != base))
+        needy = tl.max(needy.to(tl.int32), 1)
         tl.store(NEEDY + program * tiles + count + tl.cumsum(needy, 0) - 1, tile, mask=needy > 0)
         count += tl.sum(needy, 0)
     tl.store(COUNTS + program, count)

@@ -300,7 +300,7 @@ def masked_form(e: Expr, adds_mask: Callable[[Expr], bool] = lambda load: False)
     """(keep, fill) such that `e` is at most fill wherever keep is false; keep is None where nothing is masked.
 
     0.125 * s + where(n <= m, 0.0, -inf)  ->  n <= m, -inf
-    0.125 * s + t0[b, 0, m, n]            ->  t0[b, 0, m, n] > -1e30, -1e30    if adds_mask(t0[b, 0, m, n])
+    0.125 * s + t0[b, 0, m, n]            ->  ~(t0[b, 0, m, n] <= -1e30), -1e30    if adds_mask(t0[b, 0, m, n])
 
     The score itself stays as it is written: in a row that keeps no key an added mask passes gradients on, a filled
     one does not.
@@ -324,7 +324,7 @@ def _lift(e: Expr, adds_mask: Callable[[Expr], bool]) -> tuple[Expr, Expr, float
                 return None
             return _both(c, a, float(b.value), adds_mask)
         case "load" if adds_mask(e):
-            return build(">", e, const(-HUGE)), const(0.0), -HUGE
+            return build("~", build("<=", e, const(-HUGE))), const(0.0), -HUGE  # NaN stays
         case "+" | "-":
             a, b = e.args
             for first in (True, False):

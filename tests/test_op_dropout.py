@@ -78,7 +78,7 @@ def test_nothing_and_everything_dropped(p):
 
 
 def test_draws_are_uniform_and_independent():
-    """Rates of single weights, of pairs at every power-of-two distance along keys and rows, and of all pairs of rows."""
+    """Rates of single weights, of pairs at power-of-two distances along keys and rows, and of all pairs of rows."""
     rows, keys = 1024, 2048
     draws = philox.draw(torch.tensor([2026]), torch.arange(rows)[:, None], torch.arange(keys))
     for p in (0.1, 0.5):

@@ -118,7 +118,7 @@ causal_xtransformers
     keep  n < m + 5
 padding_bert_extended
     score 0.35355339059327373 * s + t0[b, 0, 0, n]
-    keep  t0[b, 0, 0, n] > -1e+30
+    keep  ~(t0[b, 0, 0, n] <= -1e+30)
 padding_and_causal_llama
     score x0 = m + 1; x1 = where(n >= x0, -3.4028234663852886e+38, 0.0); 0.35355339059327373 * s + where((x1 + t0[b, 0, 0, n] == 0.0) & (n < x0) & t1[b, 0, 0, n], -3.4028234663852886e+38, x1)
     keep  x0 = m + 1; x1 = n < x0; ~((where(n >= x0, -3.4028234663852886e+38, 0.0) + t0[b, 0, 0, n] == 0.0) & x1 & t1[b, 0, 0, n]) & x1
@@ -136,7 +136,7 @@ prefix_or
     keep  (n <= m) | t0[b, n]
 mask_two_of_them
     score where(t0[b, n], -inf, 0.35355339059327373 * s) + t1[m, n]
-    keep  ~t0[b, n] & (t1[m, n] > -1e+30)
+    keep  ~t0[b, n] & ~(t1[m, n] <= -1e+30)
 """,  # noqa: E501
         )  # fmt: skip
 
@@ -159,7 +159,7 @@ swinv2_cosine
     score s * t0[h, 0, 0] + t1[0, h, m, n]
 swin_bias_and_shift_mask
     score x0 = t0[m, n]; s + t1[where(x0 < 0, x0 + 49, x0), h] + t2[b % 4, m, n]
-    keep  t2[b % 4, m, n] > -1e+30
+    keep  ~(t2[b % 4, m, n] <= -1e+30)
 maxvit_table_2d
     score 0.35355339059327373 * s + t0[h, m // 3 + 2 - n // 3, m % 3 + 2 - n % 3]
 forgetting_transformer

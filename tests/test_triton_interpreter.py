@@ -55,8 +55,10 @@ def test_programs(case: Case):
 @interpreted
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "name", ["causal", "rows_without_keys_finfo", "bias", "relative_bias", "dropout_gate_bias", "grouped"]
-)
+    "name",
+    ["causal", "rows_without_keys_finfo", "masks_added", "masks_of_two_sizes", "bias", "relative_bias",
+     "dropout_gate_bias", "grouped"],
+)  # fmt: skip
 def test_half_precision(name: str, dtype: torch.dtype):
     check(build(BY_NAME[name], dtype), slack=BY_NAME[name].slack)
 
@@ -160,6 +162,18 @@ def test_dropout_is_that_of_the_torch_implementation():
             torch.arange(size).view([-1 if i == j else 1 for j in range(4)]) for i, size in enumerate((B, H, M, N))
         )
         torch.testing.assert_close(run_op(x) * N, philox.scale(p, x.seed, (b * H + h) * M + m, n))
+
+
+@interpreted
+@pytest.mark.parametrize("M", [1, 20])
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_bad_rows_under_a_mask(M: int, bad: float):
+    """All rows of a tile of queries are bad, and their NaN reaches keys that the mask takes from them."""
+    torch.manual_seed(0)
+    bias = torch.zeros(M, 70)
+    bias[:, 0] = bad
+    q, k, v = torch.randn(1, 2, M, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
+    check(Inputs(q, k, v, [bias], score="where(n < 20, 0.3 * s + t0[m, n], -inf)", keep="n < 20"))
 
 
 @interpreted
