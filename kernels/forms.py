@@ -122,8 +122,11 @@ def _divided(e: Expr, factor: float) -> Expr:
 
 
 def _huge_masks(e: Expr) -> int:
-    """How many masks add or fill in what is huge but finite."""
-    return sum(any(_huge(a) for a in x.args) for x in sc.topological(e) if x.op == "where")
+    """How many masks add or fill in what is huge but finite; one that is used twice counts twice."""
+    count: dict[Expr, int] = {}
+    for x in sc.topological(e):
+        count[x] = sum(count[a] for a in x.args) + (x.op == "where" and any(map(_huge, x.args)))
+    return count[e]
 
 
 def _huge(e: Expr) -> bool:

@@ -117,7 +117,7 @@ class Operands:
         p = self.problem = problem
         self.T = tuple(c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures)
         key = (
-            p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, precision(p.q.dtype),
+            p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, torch.get_float32_matmul_precision(),
             *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures), tuple(c.dtype for c in p.captures),
         )  # fmt: skip
         known = _setups.get(key)
@@ -292,7 +292,7 @@ class Saved:
         self.length = cdiv(p.M, configs.LARGEST_BLOCK) * configs.LARGEST_BLOCK
         planes = 6 if p.dropout_p else 3
         self.rows = torch.empty((planes, p.B * p.H, self.length), dtype=torch.float32, device=p.q.device)
-        self.key = layout(do)
+        self.key = (layout(do), do.dtype)
         block = 64 if setup.DV <= 128 else 32
 
         def others() -> dict[str, Any]:

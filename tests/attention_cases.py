@@ -71,6 +71,8 @@ CASES = [
     Case("additive_1e9", "0.25 * s + 1000000000.0 * (float(t0[b, n]) - 1.0)", captures=lambda d: [padding(True)]),
     Case("masks_added", "0.25 * s + where(t0[b, n], 0.0, -1e30) + where(n <= m, 0.0, -1e30)",
          "t0[b, n] & (n <= m)", -1e30, captures=lambda d: [padding(True)]),
+    Case("mask_added_twice", "x0 = where(t0[b, n], 0.0, -1e30); 0.25 * s + x0 + x0", "t0[b, n]", -1e30,
+         captures=lambda d: [padding(True)]),
     Case("masks_of_two_sizes", "0.25 * s + where(t0[b, n], 0.0, -1e35) + where(n <= m - 5, 0.0, -1e30)",
          "t0[b, n] & (n <= m - 5)", -1e30, captures=lambda d: [padding(True)]),
     Case("prefix", "where((n <= m) | (n < t0[b]), 0.25 * s, -inf)", "(n <= m) | (n < t0[b])",

@@ -155,6 +155,14 @@ def test_a_query_without_keys_is_zero():
     assert out[..., 0, :].isnan().all() and not out[..., 1, :].count_nonzero()
 
 
+def test_nan_in_a_mask_stays():
+    q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    mask = torch.zeros(9, 9)
+    mask[3, 5] = math.nan
+    out = torchflash.attention(q, k, v, mask)
+    assert torch.equal(out.isnan(), torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).isnan())
+
+
 def test_no_keys():
     out, lse = attention(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4), torch.randn(1, 2, 0, 4), return_lse=True)
     assert not out.count_nonzero() and (lse == -INF).all()

@@ -56,8 +56,8 @@ def test_programs(case: Case):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     "name",
-    ["causal", "rows_without_keys_finfo", "masks_added", "masks_of_two_sizes", "bias", "relative_bias",
-     "dropout_gate_bias", "grouped"],
+    ["causal", "rows_without_keys_finfo", "masks_added", "mask_added_twice", "masks_of_two_sizes", "bias",
+     "relative_bias", "dropout_gate_bias", "grouped"],
 )  # fmt: skip
 def test_half_precision(name: str, dtype: torch.dtype):
     check(build(BY_NAME[name], dtype), slack=BY_NAME[name].slack)

@@ -86,7 +86,7 @@ def attention(
     q, k, v, lead = _operands(query, key, value, enable_gqa)
     M, N = q.shape[2], k.shape[2]
     names = dict(tensors or {})
-    scale = 1.0 / math.sqrt(_constant(q.shape[-1])) if scale is None else float(_constant(scale))
+    scale = 1.0 / math.sqrt(max(1, _constant(q.shape[-1]))) if scale is None else float(_constant(scale))
     captured = {n: _capture(n, x) for n, x in names.items() if isinstance(x, Tensor)}
     numbers = tuple((n, _number(n, x)) for n, x in names.items() if not isinstance(x, Tensor))
     mask: tuple[str, tuple[bool, ...]] | None = None
@@ -189,7 +189,10 @@ def _kind(x: Tensor) -> str:
 
 def _number(n: str, x: Any) -> bool | int | float:
     if isinstance(x, (bool, int, float)):
-        return _constant(x)
+        value = _constant(x)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"attention(): {n!r} is {value}, beyond int64; pass a float")
+        return value
     raise TypeError(f"attention(): {n!r} must be a tensor or a Python number; got {type(x).__name__}")
 
 
@@ -245,7 +248,8 @@ def _planned(
         if what == "bool":
             kept = build("&", kept, entry)
         else:
-            x, kept = build("+", x, entry), build("&", kept, build(">", entry, const(-INF)))
+            dropped = build("<=", entry, const(-INF))  # so that NaN stays
+            x, kept = build("+", x, entry), build("&", kept, build("~", dropped))
     _check_kinds(x, known.kinds)
     post: Expr = name("p")
     if kept is not sc.TRUE:

@@ -121,6 +121,9 @@ def parse(argv: Sequence[str] | None) -> Request:
         for name, least in (("top", 0), ("jobs", 1)):
             if getattr(a, name) is not None and getattr(a, name) < least:
                 raise ValueError(f"--{name} must be at least {least}; got {getattr(a, name)}")
+        folder = os.path.dirname(os.path.abspath(a.json or ""))
+        if not os.path.isdir(folder):
+            raise ValueError(f"--json: there is no folder {folder!r} to write to; make it first")
         capability, device = _gpu(a.arch)
         return Request(_case(a), capability, device, kernels, a.top, a.jobs, a.json)
     except ValueError as e:
