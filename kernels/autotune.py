@@ -37,7 +37,7 @@ from torchflash.kernels.launcher import Started
 from torchflash.kernels.tuning import PARAMETERS, Tuning
 
 if TYPE_CHECKING:
-    from torchflash.kernels.launch import Operands, Setup
+    from torchflash.kernels.operands import Operands, Setup
 
 log = logging.getLogger("torchflash")
 

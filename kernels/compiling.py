@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torchflash.kernels import autotune, launch, launcher, maps, reference
+from torchflash.kernels import autotune, launch, launcher, maps, operands, reference
 from torchflash.kernels import program as programs
 from torchflash.kernels.candidates import Work, shared_limit
 from torchflash.kernels.configs import Tile
@@ -190,13 +190,13 @@ def built_in(problem: reference.Problem, name: str, capability: int) -> Tile:
 def table(case: Case, name: str, capability: int) -> list[Tile]:
     """What the built-in table has for the kernel, from the first choice on."""
     with elsewhere(launcher.start, capability):
-        return launch.tiles(name, launch.Operands(case.problem()))
+        return launch.tiles(name, operands.Operands(case.problem()))
 
 
 def work(case: Case, capability: int) -> Work:
     """What candidates depend on (candidates.py)."""
     with elsewhere(launcher.start, capability):
-        return autotune.work(launch.Operands(case.problem()), capability)
+        return autotune.work(operands.Operands(case.problem()), capability)
 
 
 def time_tile(problem: reference.Problem, name: str, tile: Tile) -> float:
@@ -247,10 +247,10 @@ def elsewhere(start: Callable[..., Any], capability: int | None = None) -> Itera
     with contextlib.ExitStack() as stack:
         for module in (launch, maps):
             stack.enter_context(mock.patch.object(module, "start", start))
-        for module, memory in ((launch, "_fitting"), (launch, "_setups"), (maps, "_known")):
+        for module, memory in ((launch, "_fitting"), (operands, "_setups"), (maps, "_known")):
             stack.enter_context(mock.patch.object(module, memory, OrderedDict()))
         if capability is not None:
-            stack.enter_context(mock.patch.object(launch, "has_tma", lambda device: capability >= 90))
+            stack.enter_context(mock.patch.object(operands, "has_tma", lambda device: capability >= 90))
         yield
 
 
@@ -259,7 +259,7 @@ def only(name: str, tile: Tile) -> Iterator[None]:
     """The kernel `name` has no other tile than this."""
     usual = launch.tiles
 
-    def tiles(kernel: str, o: launch.Operands) -> list[Tile]:
+    def tiles(kernel: str, o: operands.Operands) -> list[Tile]:
         return [tile] if kernel == name else usual(kernel, o)
 
     with mock.patch.object(launch, "tiles", tiles):

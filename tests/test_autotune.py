@@ -19,6 +19,7 @@ from triton.runtime.errors import OutOfResources
 from torchflash.kernels import autotune, launch, reference
 from torchflash.kernels import program as programs
 from torchflash.kernels.configs import Tile
+from torchflash.kernels.operands import Operands
 from torchflash.kernels.tuning import Tuning
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,7 +32,7 @@ AUTOTUNE = Tuning(autotune=True)
 def operands(length=200, score="0.25 * s", dtype=torch.bfloat16, heads=2, tuning=AUTOTUNE):
     program = programs.read(score, "", -math.inf, "p", ())
     q, k, v = (torch.zeros(1, heads, length, 16, dtype=dtype) for _ in range(3))
-    return launch.Operands(reference.Problem(q, k, v, [], [], program, 0.0, None, tuning))
+    return Operands(reference.Problem(q, k, v, [], [], program, 0.0, None, tuning))
 
 
 class Timer:
@@ -223,6 +224,7 @@ WRITER = """
 import logging, sys
 from torchflash.kernels import autotune
 from torchflash.kernels.configs import Tile
+from torchflash.kernels.operands import Operands
 mine, other = Tile(64, 64, 4, int(sys.argv[1])), Tile(64, 64, 4, 3 - int(sys.argv[1]))
 for i in range(100):
     autotune.store("kind", mine, {mine: 1.0, other: 2.0})
