@@ -92,6 +92,9 @@ class Reader:
     def __init__(self, graph: Graph) -> None:
         self.versions = Versions(graph)
         self.cut = gradient_cuts(graph)
+        self.without_gradients = not torch.is_grad_enabled() and not any(
+            operation(n) in ("_set_grad_enabled", "_enter_inference_mode") for n in graph.nodes
+        )
         self.transformed = transformed(graph)
         self.held: dict[str, tuple[Node, int]] = {}
         self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}

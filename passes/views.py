@@ -68,7 +68,9 @@ def peel_steps(r: Reader, operand: Operand) -> list[Operand]:
         ):
             break
         a, b = tensor(source), tensor(operand.node)
-        if a is None or b is None or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
+        if a is None or b is None or a.dtype != b.dtype:
+            break
+        if a.requires_grad != b.requires_grad and not r.without_gradients:  # a cut
             break
         operand = Operand(source, tuple(at), operand.node)
         steps.append(operand)

@@ -10,7 +10,7 @@ import torch
 from forms import FORMS, Form, check, make
 from forms.registry import NEG, Gen, compiled, sc, step
 
-from torchflash import SKIP_CODES, Rewritten, Skipped
+from torchflash import SKIP_CODES, Rewritten, Skipped, explain
 from torchflash.backend import torchflash
 
 # needs kernels that PyTorch lacks in bfloat16 on the CPU, or is itself wrong by more than the budget there
@@ -322,3 +322,18 @@ too_complex: the score program has 319 operations; at most 256
         assert isinstance(record, Skipped)
         self.assertRegex(record.source, r"softmaxes\.py:\d+$")
         self.assertIn("check `dim`", str(record))
+
+
+def test_repeated_heads_are_grouped_without_gradients_too():
+    """Under no_grad a view of a tensor that needs a gradient needs none; that is not a detach."""
+
+    def attend(q, k, v):
+        k, v = (x[:, :, None].expand(2, 2, 3, 24, 8).reshape(2, 6, 24, 8) for x in (k, v))
+        return torch.softmax(q @ k.transpose(2, 3) * 0.3, -1) @ v
+
+    q, k, v = (torch.randn(2, heads, 24, 8, requires_grad=True) for heads in (6, 2, 2))
+    with torch.no_grad():
+        (block,) = explain(attend)(q, k, v)
+        compiled = torch.compile(attend, backend="torchflash", options={"torchflash.inner": "aot_eager"})
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    assert block.heads == "6 over 2", block
