@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import torchflash
 from torchflash.backend import torchflash as backend
 from torchflash.kernels import reference
-from torchflash.verifying import OUTPUT, compare
+from torchflash.verification import compare
+from torchflash.verifying import OUTPUT
 
 
 class Attention(nn.Module):

@@ -12,7 +12,8 @@ from torchflash.explaining import explain, rewrite
 from torchflash.functional import attention
 from torchflash.options import Options
 from torchflash.report import SKIP_CODES, Report, Rewritten, Skipped, SkippedError
-from torchflash.verifying import Comparison, Verification, Verified, verify
+from torchflash.verification import Comparison, Verification, Verified
+from torchflash.verifying import verify
 
 __all__ = [
     "SKIP_CODES",

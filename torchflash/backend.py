@@ -18,7 +18,7 @@ from torchflash import kernels, passes  # noqa: F401  kernels registers the op
 from torchflash.inductor import compile_by_inductor
 from torchflash.options import Options, parse
 from torchflash.report import Report, SkippedError
-from torchflash.verifying import Collector, Verification
+from torchflash.verification import Collector, Verification
 
 # one logger for the package: TORCH_LOGS="torchflash" shows the reports, "+torchflash" the graphs as well
 log = logging.getLogger("torchflash")

@@ -33,20 +33,32 @@ def explain(
     ours, _ = parse(options=options)
 
     def run(*args: Any, **kwargs: Any) -> Report:
-        compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=_Recorder(ours), dynamic=dynamic)
-        reports: list[Report] = []
-        token = _reports.set(reports)
-        try:
-            with _restored(model), _shapes_not_learnt():
-                compiled(*args, **kwargs)
-        finally:
-            _reports.reset(token)
-        total = Report()
-        for number, report in enumerate(reports):
-            total += Report.of_graph(number, report.records, report.graph_breaks)
-        return total
+        return reports_of(model, _Recorder(ours), dynamic, lambda compiled: compiled(*args, **kwargs))
 
     return run
+
+
+def reports_of(
+    model: Callable[..., Any], backend: Any, dynamic: bool | None, use: Callable[[Callable[..., Any]], object]
+) -> Report:
+    """What `backend`, whose graphs are `reporting`, reports while `use` calls the model compiled by it. The model and
+    what Dynamo knows of it are as before afterwards."""
+    compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=backend, dynamic=dynamic)
+    found: list[Report] = []
+    token = _reports.set(found)
+    try:
+        with _restored(model), _shapes_not_learnt():
+            use(compiled)
+    finally:
+        _reports.reset(token)
+    total = Report()
+    for number, report in enumerate(found):
+        total += Report.of_graph(number, report.records, report.graph_breaks)
+    return total
+
+
+def graphs_so_far() -> int:
+    return len(_reports.get() or ())
 
 
 def rewrite(gm: torch.fx.GraphModule, options: Options | None = None) -> tuple[torch.fx.GraphModule, Report]:
@@ -83,16 +95,21 @@ class _Recorder:
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         from torchflash.backend import rewrite_and_report
 
-        number = len(_reports.get() or ())
-        report = rewrite_and_report(_copy(gm), self.options, graph=number)
+        report = rewrite_and_report(_copy(gm), self.options, graph=graphs_so_far())
 
-        def forward(*args: Any) -> Any:
-            reports = _reports.get()
-            if reports is not None:
-                reports.append(report)
-            return gm.forward(*args)
+        return reporting(gm, report)
 
-        return forward
+
+def reporting(gm: torch.fx.GraphModule, report: Report) -> Callable[..., Any]:
+    """Runs the graph and adds its report to those of whoever collects them."""
+
+    def forward(*args: Any) -> Any:
+        collected = _reports.get()
+        if collected is not None:
+            collected.append(report)
+        return gm.forward(*args)
+
+    return forward
 
 
 def _copy(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -10,14 +10,12 @@ at most twice eager's own. The model goes on with the operator's results, so tha
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +24,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchflash.explaining import graphs_so_far, reporting, reports_of
 from torchflash.options import Options, parse
-from torchflash.report import Record, Report, Rewritten
+from torchflash.report import Rewritten
+from torchflash.verification import Collector, Comparison, Verification, compare, maximum
 
 log = logging.getLogger("torchflash")
 
@@ -35,220 +35,6 @@ log = logging.getLogger("torchflash")
 # exponential and a difference, what reaches a captured tensor is a long sum whose terms cancel
 OUTPUT, OPERAND, CAPTURE = (8, 2), (32, 2), (32, 8)
 _collector: ContextVar[Collector | None] = ContextVar("torchflash_verified", default=None)
-
-
-# ------------------------------------------------------------------------------------------------------------- results
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One tensor of a block, the output or a gradient, against float64.
-
-    name: "out", "dq", "dk", "dv", "dt0" … for tensors of the score, "d(name)" for others that it is computed from;
-    joined by "+" where one tensor has several roles. tensor: its name in the graph. error: max |torchflash - float64|.
-    relative: that divided by max |float64|. eager_error, eager_relative: the same of eager in its dtype. budget: the
-    error up to which `ok`. nonfinite, eager_nonfinite: how many elements are NaN or infinite; worse: how many are so
-    only in torchflash. elements: how many there are.
-    """
-
-    name: str
-    tensor: str
-    error: float
-    relative: float
-    eager_error: float
-    eager_relative: float
-    budget: float
-    nonfinite: int
-    eager_nonfinite: int
-    worse: int
-    elements: int
-
-    @property
-    def ok(self) -> bool:
-        """Finite wherever eager is, and within the budget."""
-        return not self.worse and self.error <= self.budget
-
-    def __str__(self) -> str:
-        text = f"{self.name:<8} {self.error:8.1e} {self.relative:8.1e}  eager {self.eager_error:8.1e}"
-        text += f" {self.eager_relative:8.1e}"
-        if self.worse:
-            text += f"  NON-FINITE in {self.worse} of {self.elements} where eager is finite"
-        if self.error > self.budget:
-            text += f"  WORSE than eager: at most {self.budget:.1e} expected"
-        if self.nonfinite > self.worse or self.eager_nonfinite:
-            text += f"  (non-finite: {self.nonfinite}, in eager {self.eager_nonfinite}, of {self.elements})"
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified(Record):
-    """What was found for one rewritten block; the worst of all `calls`. score: its program. problems: why something
-    could not be compared."""
-
-    score: str
-    calls: int = 0
-    comparisons: tuple[Comparison, ...] = ()
-    problems: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """All of it could be compared and is as accurate as eager."""
-        return bool(self.comparisons) and not self.problems and all(c.ok for c in self.comparisons)
-
-    def __str__(self) -> str:
-        word = "ok" if self.ok else "BAD" if any(not c.ok for c in self.comparisons) else "unknown"
-        calls = f", {self.calls} calls" if self.calls != 1 else ""
-        rows = [f"{word:<10} {self.where}{calls}", *map(str, self.comparisons)]
-        rows += [f"not compared: {problem}" for problem in self.problems]
-        return "\n           ".join(rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """The first block with NaN or infinite elements in `passing` ("forward" or "backward"): its place, the tensor and
-    how many of its elements; `eager`: how many eager's own has."""
-
-    passing: str
-    where: str
-    name: str
-    count: int
-    eager: int
-
-    def __str__(self) -> str:
-        also = f"eager's own has {self.eager}" if self.eager else "eager's own is finite"
-        return f"first non-finite {self.passing}: {self.where}, {self.count} elements of {self.name}; {also}"
-
-
-@dataclass(frozen=True)
-class Verification(Sequence[Verified]):
-    """What `verify` found: a sequence of `Verified`, one for each block in the order in which they first ran.
-
-    nonfinite: the first blocks that are non-finite where eager is not, and the first that are so in eager as well, for
-    forward and backward. report: what was rewritten and what was not. `str()` to read, `to_json()` to keep.
-    """
-
-    blocks: tuple[Verified, ...] = ()
-    nonfinite: tuple[NonFinite, ...] = ()
-    report: Report = field(default_factory=Report)
-
-    @property
-    def ok(self) -> bool:
-        """At least one block ran, and every one was compared and is as accurate as eager."""
-        return bool(self.blocks) and all(block.ok for block in self.blocks)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __iter__(self) -> Iterator[Verified]:
-        return iter(self.blocks)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.blocks[index]
-
-    def __str__(self) -> str:
-        good = sum(block.ok for block in self.blocks)
-        alone = len(self.report.skipped)
-        skipped = f", {alone} softmax{'' if alone == 1 else 'es'} left alone" if alone else ""
-        head = f"torchflash.verify: {good} of {len(self.blocks)} blocks as accurate as eager{skipped}"
-        columns = ["           tensor      error relative        error relative  (against float64)"]
-        return "\n".join([head, *(columns if self.blocks else []), *map(str, self.nonfinite), *map(str, self.blocks)])
-
-    def to_json(self, **kwargs: Any) -> str:
-        """JSON text; `kwargs` are those of json.dumps. NaN and infinity are written as strings."""
-        blocks = [
-            {**asdict(b), "ok": b.ok, "comparisons": [{**asdict(c), "ok": c.ok} for c in b.comparisons]}
-            for b in self.blocks
-        ]
-        content = {
-            "ok": self.ok,
-            "nonfinite": [asdict(n) for n in self.nonfinite],
-            "blocks": blocks,
-            "report": json.loads(self.report.to_json()),
-        }
-        finite = pytree.tree_map_only(float, lambda x: x if math.isfinite(x) else str(x), content)
-        return json.dumps(finite, **kwargs)
-
-
-class Collector:
-    """Gathers the comparisons of one `verify`, or of everything compiled with the option `torchflash.verify`."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, Verified] = {}
-        self._nonfinite: dict[tuple[str, bool], NonFinite] = {}
-        self._told: set[tuple[int, str]] = set()
-
-    def add(self, block: Block, passing: str, comparisons: Sequence[Comparison] = (), problem: str = "") -> None:
-        """Notes what came out of one pass ("forward" or "backward") through `block`; warns of what is new and bad."""
-        r = block.record
-        seen = self._blocks.get(block.key) or Verified(
-            module=r.module, source=r.source, node=r.node, graph=r.graph, index=r.index, score=r.score
-        )
-        worst = {c.name: c for c in seen.comparisons}
-        for c in comparisons:
-            worst[c.name] = max(worst.get(c.name, c), c, key=_badness)
-            if c.nonfinite:
-                here = NonFinite(
-                    passing=passing, where=seen.where, name=c.name, count=c.nonfinite, eager=c.eager_nonfinite
-                )
-                self._nonfinite.setdefault((passing, bool(c.worse)), here)
-            if not c.ok:
-                self._warn(block, c.name, f"{seen.where}: {c}")
-        problems = seen.problems
-        if problem and problem not in problems:
-            problems += (problem,)
-            self._warn(block, problem, f"{seen.where}: not compared: {problem}")
-        self._blocks[block.key] = dataclasses.replace(
-            seen, calls=seen.calls + (passing == "forward"), comparisons=tuple(worst.values()), problems=problems
-        )
-
-    def _warn(self, block: Block, what: str, text: str) -> None:
-        if (block.key, what) not in self._told:
-            self._told.add((block.key, what))
-            log.warning("torchflash.verify: %s", text)
-
-    def result(self, report: Report) -> Verification:
-        return Verification(tuple(self._blocks.values()), tuple(self._nonfinite.values()), report)
-
-
-def _badness(c: Comparison) -> tuple[bool, float]:
-    return c.worse > 0, c.error / c.budget if c.budget else c.error
-
-
-def compare(
-    name: str,
-    tensor: str,
-    ours: Tensor,
-    eager: Tensor,
-    exact: Tensor,
-    scale: float,
-    ulps: tuple[int, int],
-    dtype: torch.dtype,
-) -> Comparison:
-    """`ours` and `eager`, of the model's dtype, against `exact`, of float64.
-
-    The budget is twice eager's own error, and at least `ulps` units in the last place (of float32, of a half type) of
-    the largest element or of `scale`, the incoming gradient's largest: sums in another order differ by that. The unit
-    is that of `dtype`, which the products are computed in, or of the tensor's own where that is coarser.
-    """
-    a, b, c = (x.detach().to(torch.float64) for x in (ours, eager, exact))
-    finite_a, finite_b, finite_c = (x.isfinite() for x in (a, b, c))
-    largest = _max(c.abs(), finite_c)
-    error, own = _max((a - c).abs(), finite_a & finite_c), _max((b - c).abs(), finite_b & finite_c)
-    coarser = max((ours.dtype, dtype), key=lambda d: torch.finfo(d).eps)
-    floor = ulps[coarser != torch.float32] * torch.finfo(coarser).eps * max(largest, scale)
-    return Comparison(
-        name=name, tensor=tensor, error=error, relative=_ratio(error, largest), eager_error=own,
-        eager_relative=_ratio(own, largest), budget=max(2 * own, floor), nonfinite=int((~finite_a).sum()),
-        eager_nonfinite=int((~finite_b).sum()), worse=int((~finite_a & finite_b).sum()), elements=a.numel(),
-    )  # fmt: skip
-
-
-def _max(x: Tensor, where: Tensor) -> float:
-    return float(torch.where(where, x, 0.0).max()) if x.numel() else 0.0
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else (0.0 if not a else math.inf)
 
 
 # ----------------------------------------------------------------------------------------------------- in the graph
@@ -384,7 +170,7 @@ class Call:
                 leaves = [xs[i] for i in at]
                 grads = torch.autograd.grad(y, leaves, do.to(y.dtype), allow_unused=True, materialize_grads=True)
                 found.append(dict(zip(at, grads, strict=True)))
-            scale = _max(do.detach().double().abs(), do.isfinite())
+            scale = maximum(do.detach().double().abs(), do.isfinite())
             results = []
             for i in at:
                 d, ours = self.block.inputs[i], gradients[i]
@@ -583,30 +369,19 @@ def verify(
     the sum of all outputs times fixed random numbers. Only what needs a gradient is differentiated: parameters, and
     inputs with requires_grad. `options` and `dynamic` are those of torch.compile. Never raises for a bad block.
     """
-    from torchflash.explaining import _restored, _shapes_not_learnt, _uncompiled
-
     given, _ = parse(options=options)
     backend = _Verifier(dataclasses.replace(given, verify=True))
 
     def run(*args: Any, **kwargs: Any) -> Verification:
-        compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=backend, dynamic=dynamic)
-        collector, reports = Collector(), list[Report]()
-        tokens = _collector.set(collector), _reports.set(reports)
+        collector = Collector()
+        token = _collector.set(collector)
         try:
-            with _restored(model), _shapes_not_learnt():
-                _differentiate(compiled(*args, **kwargs), loss)
+            total = reports_of(model, backend, dynamic, lambda model: _differentiate(model(*args, **kwargs), loss))
         finally:
-            _collector.reset(tokens[0])
-            _reports.reset(tokens[1])
-        total = Report()
-        for number, report in enumerate(reports):
-            total += Report.of_graph(number, report.records, report.graph_breaks)
+            _collector.reset(token)
         return collector.result(total)
 
     return run
-
-
-_reports: ContextVar[list[Report] | None] = ContextVar("torchflash_verified_reports", default=None)
 
 
 @dataclass(frozen=True)
@@ -619,16 +394,9 @@ class _Verifier:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         from torchflash.backend import check_strict, rewrite_and_report
 
-        report = rewrite_and_report(gm, self.options, graph=len(_reports.get() or ()))
+        report = rewrite_and_report(gm, self.options, graph=graphs_so_far())
         check_strict(report, self.options)
-
-        def forward(*args: Any) -> Any:
-            reports = _reports.get()
-            if reports is not None:
-                reports.append(report)
-            return gm.forward(*args)
-
-        return forward
+        return reporting(gm, report)
 
 
 def _differentiate(output: Any, loss: Callable[[Any], Tensor] | None) -> None:
