@@ -16,6 +16,7 @@ import triton.language as tl
 
 from torchflash.kernels.forward import UNSPECIALIZED
 from torchflash.kernels.tiles import (
+    FAR,
     LOG2E,
     accumulate,
     dropout_keeps,
@@ -35,7 +36,7 @@ from torchflash.kernels.visits import tile_at, visit
 
 @triton.jit(do_not_specialize=("H", "M", "lines"))
 def attention_rows(
-    OUT, DO, LSE, ROWS, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, lines, length, exponent,
+    OUT, DO, LSE, ROWS, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, lines, length, exponent, huge,
     EXACT: tl.constexpr, JOINT: tl.constexpr, DROPOUT: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -58,8 +59,7 @@ def attention_rows(
     base = tl.load(LSE + row, mask=m < M, other=0.0)
     row_sum = tl.load(LSE + lines.to(tl.int64) * M + row, mask=m < M, other=1.0)
     if not EXACT:
-        # a row of nothing but huge fills, of whatever size, has the maximum FAR (forms.py), whose product is exact
-        base = tl.where((base < -1e20) & (base > float("-inf")), -1.2676506002282294e30 * exponent, base * LOG2E)
+        base = tl.where(base == huge, -FAR * exponent, base * LOG2E)  # as the forward had it
     if JOINT:
         base += tl.log2(row_sum)
     at = ROWS + bh.to(tl.int64) * length + m

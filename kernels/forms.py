@@ -23,6 +23,7 @@ from torchflash.score import Expr
 LOG2E = 1.4426950408889634
 MASKED = -100.0  # a branch of at most this is a mask, not a score
 HUGE = 1e20
+LARGEST = 3.4028234663852886e38
 FAR = 2.0**100  # stands for what is huge: times any exponent it is exact, so that masked rows are exactly even
 MODERATE = 1e3  # half an ulp of a base below this does not show in half precision
 
@@ -37,6 +38,8 @@ class Form:
     body: Expr
     plain: Expr | None  # None: no tile is known to be plain, or all are and there is no mask
     fill: float  # what of the scores is not kept is at most this
+    far_fill: float  # the same while what is huge is FAR
+    huge: float  # what FAR stands for in the scores; inf where nothing does
     exact: bool = False  # the exponent is a difference times log2(e), which nothing finite overflows
     joint: bool = False  # maximum and sum of a row fit into one logarithm
 
@@ -50,17 +53,15 @@ class Form:
 def form(program: Program, exact: bool) -> Form:
     """The form of a program; `exact` keeps the scores as they are, for operands whose own rounding would not hide
     another order of multiplication."""
-    exact = exact or _huge_masks(program.score) > 1  # two would be as one
+    masks, huge = _huge_masks(program.score), _huge_value(program.score)
+    # Two would be as one, and what float32 cannot hold is infinite.
+    exact = exact or masks > 1 or not abs(huge) <= LARGEST
     factor = 1.0 if exact else float(np.float32(_factor(program.score)))
     inner = program.score if exact else _divided(program.score, factor)
-    if not exact and not _moderate(inner, factor):
+    if not exact and (not _moderate(inner, factor) or factor > MODERATE):
         exact, factor, inner = True, 1.0, program.score
-    fill = program.fill
-    if math.isfinite(fill):  # a little more than any fill can be after its roundings
-        fill = fill if exact else _scaled(fill, factor) * factor
-        fill += abs(fill) * 2.0**-20
-    fills = {abs(x.value) for x in sc.topological(inner) if x.op == "const"}
-    joint = not exact and FAR not in fills
+    stands = not exact and any(x.op == "const" and abs(x.value) == FAR for x in sc.topological(inner))
+    far_fill = program.fill if exact else _scaled(program.fill, factor) * factor
     assumptions = _Assumptions(program)
     body = assumptions.apply(inner) if program.keep is not None else inner
     conditions = assumptions.conditions()
@@ -70,10 +71,17 @@ def form(program: Program, exact: bool) -> Form:
         inner=inner,
         body=body,
         plain=functools.reduce(lambda a, b: sc.build("&", a, b), conditions) if conditions else None,
-        fill=fill,
+        fill=_raised(program.fill),
+        far_fill=_raised(far_fill),
+        huge=float(np.float32(huge)) if stands else math.inf,
         exact=exact,
-        joint=joint,
+        joint=not exact and not stands,
     )
+
+
+def _raised(fill: float) -> float:
+    """A little more than any fill can be after its roundings."""
+    return fill + abs(fill) * 2.0**-20 if math.isfinite(fill) else fill
 
 
 # ------------------------------------------------------------------------------------------------------------- factor
@@ -127,6 +135,25 @@ def _huge_masks(e: Expr) -> int:
     for x in sc.topological(e):
         count[x] = sum(count[a] for a in x.args) + (x.op == "where" and any(map(_huge, x.args)))
     return count[e]
+
+
+def _huge_value(e: Expr, factor: float = 1.0) -> float:
+    """The value in `factor * e` of what is huge in the mask that `_divided` would make FAR; 0 where nothing is."""
+    match e.op:
+        case "*" | "/":
+            number, other = _by_number(e)
+            if number is not None:
+                return _huge_value(other, factor * number if e.op == "*" else factor / number)
+        case "where":
+            constant, other = _masked(e)
+            if constant is not None:
+                return factor * float(constant.value) if _huge(constant) else _huge_value(other, factor)
+        case "+":
+            mask, other = _added_mask(e)
+            if mask is not None:
+                found = [float(x.value) for x in mask.args[1:] if _huge(x)]
+                return factor * found[0] if found else _huge_value(other, factor)
+    return 0.0
 
 
 def _huge(e: Expr) -> bool:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from torchflash.kernels.tiles import (
+    FAR,
     LOG2E,
     accumulate,
     dropout_keeps,
@@ -88,7 +89,7 @@ def attention_forward(
     Q, K, V, OUT, LSE, Q_DESC, K_DESC, V_DESC, SEED, T, S, ORDER, COUNTS,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_m, o_d,
     H, GROUP_K, GROUP_V, M, N, lines, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
-    exponent, fill, threshold, keep_scale,
+    exponent, fill, huge, threshold, keep_scale,
     SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
     SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -158,7 +159,7 @@ def attention_forward(
     store_chunks(o_at, m, M, o_m, o_d, acc, start_v, DV, CHUNKS_V)
     if start_v == 0:
         lse_at = LSE + bh.to(tl.int64) * M + m
-        if not EXACT:
-            row_max *= 1.0 / LOG2E
+        if not EXACT:  # FAR (forms.py) times the exponent is exact, and so is this comparison
+            row_max = tl.where(row_max == -FAR * exponent, huge, row_max * (1.0 / LOG2E))
         tl.store(lse_at, row_max, mask=m < M)
         tl.store(lse_at + lines.to(tl.int64) * M, row_sum, mask=m < M)

@@ -149,8 +149,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
 
     def others() -> dict[str, Any]:
         return {
-            "fill": setup.form.fill, "SCORE": setup.value("score"), "BODY": setup.value("body"), "POST": setup.post,
-            **strides(q=p.q, k=p.k, v=p.v, o=out), **dims,
+            "fill": setup.form.far_fill, "huge": setup.form.huge, "SCORE": setup.value("score"),
+            "BODY": setup.value("body"), "POST": setup.post, **strides(q=p.q, k=p.k, v=p.v, o=out), **dims,
         }  # fmt: skip
 
     with device_guard(p.q.device):
@@ -173,8 +173,8 @@ class Saved:
         def others() -> dict[str, Any]:
             return {
                 **strides(o=out, g=do), "H": p.H, "M": p.M, "lines": p.B * p.H, "length": self.length,
-                "exponent": setup.form.exponent, "EXACT": setup.form.exact, "JOINT": setup.form.joint,
-                "DROPOUT": p.dropout_p > 0, "DV": setup.DV, "BLOCK_M": block,
+                "exponent": setup.form.exponent, "huge": setup.form.huge, "EXACT": setup.form.exact,
+                "JOINT": setup.form.joint, "DROPOUT": p.dropout_p > 0, "DV": setup.DV, "BLOCK_M": block,
                 "BLOCK_D": min(128, max(16, triton.next_power_of_2(setup.DV))), **extra_options(),
             }  # fmt: skip
 

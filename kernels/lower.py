@@ -360,9 +360,9 @@ def bound_function(form: Form, which: str) -> Any:
     """may_keep or must_be_plain(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be
     kept, or all are plain; tiles of the ranges' ends are as good as scalars."""
     env = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}
-    env |= {f"z{i}": (f"Z[{i}]", f"Z[{i}]") for i in range(8)}
     e = form.program.keep if which == "may_keep" else form.plain
     assert e is not None
+    env |= {z: (f"Z[{z[1:]}]",) * 2 for z in sc.names(e) if z[0] == "z"}
     text = sc.bounds(e, env, _Source)[0 if which == "may_keep" else 1]
     text = {"True": "n0 == n0", "False": "n0 != n0"}.get(text, text)
     return generated.function(which, "b, h0, h1, m0, m1, n0, n1, Z", (), text)

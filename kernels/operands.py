@@ -16,8 +16,9 @@ from torchflash.kernels.forms import Form, form
 from torchflash.kernels.launcher import Started, interpreting
 from torchflash.kernels.maps import Maps, Mask
 from torchflash.kernels.reference import Problem
+from torchflash.kernels.visits import SIZES
 
-MAX_SIZES = 8  # z0 … z7 are kernel arguments
+MAX_SIZES = len(SIZES)
 REMEMBERED = 1024
 _setups: OrderedDict[Any, Setup] = OrderedDict()
 
@@ -47,7 +48,7 @@ class Setup:
         self.form: Form = form(p.program, not self.fast)
         self.ranks = tuple(c.dim() for c in p.captures)
         self.S = tuple(x for c in p.captures for x in c.stride()) + tuple(x for c in p.captures for x in c.shape)
-        self.sizes = {f"Z{i}": z for i, z in enumerate([*p.sizes.values(), *([0] * (MAX_SIZES - len(p.sizes)))])}
+        self.sizes = dict(zip(SIZES, [*p.sizes.values(), *[0] * (MAX_SIZES - len(p.sizes))], strict=True))
         self.common = dict(
             M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, lines=p.B * p.H, exponent=self.form.exponent,
             threshold=philox.threshold(p.dropout_p) - 2**31, keep_scale=1.0 / (1.0 - p.dropout_p),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+FAR: tl.constexpr = tl.constexpr(2.0**100)  # forms.FAR
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks

@@ -13,9 +13,12 @@ import sys
 import pytest
 import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
-from oracle import INF, Inputs, check, run_op
+from oracle import INF, Inputs, check, eager, run_op, within_budget
+
+from torchflash import score as sc
 
 pytest.importorskip("triton")
+F64 = torch.float64
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs in a process of its own")
 BY_NAME = {c.name: c for c in CASES}
@@ -61,6 +64,48 @@ def test_programs(case: Case):
 )  # fmt: skip
 def test_half_precision(name: str, dtype: torch.dtype):
     check(build(BY_NAME[name], dtype), slack=BY_NAME[name].slack)
+
+
+def finfo_rows(score: str = "0.25 * s + where(n <= m - 5, 0.0, {fill})") -> Inputs:
+    """bfloat16, and rows that keep no key."""
+    torch.manual_seed(0)
+    fill = torch.finfo(BF16).min
+    q, k, v = (torch.randn(1, 2, length, 8).to(BF16) for length in (20, 24, 24))
+    return Inputs(q, k, v, score=score.format(fill=fill), keep="n <= m - 5", fill=fill)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "score", ["0.25 * s + where(n <= m - 5, 0.0, {fill})", "where(n <= m - 5, 0.25 * s, {fill})", "0.3 * s"]
+)
+def test_row_statistics_are_those_of_the_scores(score: str):
+    """Whatever the kernels put in the place of a huge fill: maximum and sum are the scores' own."""
+    x = finfo_rows(score)
+    _, (row_max, row_sum) = torch.ops.torchflash.attention(
+        x.q, x.k, x.v, [], [], x.score, x.keep if "where" in score else "", x.fill, "p", 0.0, None, x.layout, x.tuning
+    )
+    env = {"s": x.q.float() @ x.k.float().mT, "m": torch.arange(20)[:, None], "n": torch.arange(24)}
+    scores = sc.evaluate(sc.parse(x.score), env, [], torch.float32)
+    torch.testing.assert_close(row_max, scores.amax(-1))
+    torch.testing.assert_close(row_sum, (scores - scores.amax(-1, keepdim=True)).exp().sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_backward_may_be_that_of_torch_after_a_forward_of_the_kernels(monkeypatch):
+    from torchflash.kernels import launch
+
+    x = finfo_rows()
+    for leaf in x.leaves():
+        leaf.requires_grad_()
+    out = run_op(x)
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "backward", lambda *args: None)
+    do = torch.randn(out.shape).to(BF16)
+    found = torch.autograd.grad(out, x.leaves(), do)
+    exact = torch.autograd.grad(eager(x, F64), x.leaves(), do.double())
+    rough = torch.autograd.grad(eager(x), x.leaves(), do)
+    for name, a, b, c in zip(x.names(), found, exact, rough, strict=True):
+        within_budget(name, a, b, c)
 
 
 @interpreted
