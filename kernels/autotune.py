@@ -80,7 +80,7 @@ def measure(what: str, kind: str, tiles: Sequence[Tile], launch: Launch) -> Tile
     for i, tile in enumerate(tiles, 1):
         try:
             started, given = launch(tile)
-            again = functools.partial(launch, tile) if started is None else functools.partial(started.again, given)
+            again = functools.partial(launch, tile) if started is None else started.repeated(given)
             times[tile] = milliseconds(again)
             said = f"{times[tile]:.3f} ms"
         except torch.OutOfMemoryError:  # not the tile's fault: the timer needs memory too

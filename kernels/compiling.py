@@ -13,7 +13,6 @@ While they do, launches of other threads of this process are not launched either
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import re
@@ -121,18 +120,14 @@ class Resources:
         )
 
 
-def compile_launches(
-    problem: reference.Problem, need: Sequence[bool], capability: int
-) -> dict[str, list[Resources]]:
+def compile_launches(problem: reference.Problem, need: Sequence[bool], capability: int) -> dict[str, list[Resources]]:
     """What the forward and backward of `problem` launch on a GPU of that capability, by the kernel's name.
 
     `need` says which captures need a gradient. Tiles that do not fit or spill much are passed over, as on that GPU.
     """
     found: dict[str, list[Resources]] = {}
 
-    def start(
-        kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None
-    ) -> None:
+    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
         resources = compile_kernel(kernel, {**others(), **changing}, capability)
         _refuse(resources, capability, spills)
         found.setdefault(kernel.__name__, []).append(resources)
@@ -158,9 +153,7 @@ def compile_tile(problem: reference.Problem, name: str, tile: Tile, capability: 
     """
     found: list[Resources] = []
 
-    def start(
-        kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None
-    ) -> None:
+    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
         if kernel.__name__ == f"attention_{name}":
             found.append(compile_kernel(kernel, {**others(), **changing}, capability))
 
@@ -173,9 +166,7 @@ def built_in(problem: reference.Problem, name: str, capability: int) -> Tile:
     """The tile that the kernel `name` runs with on such a GPU by the built-in table: the first that fits."""
     found: list[Tile] = []
 
-    def start(
-        kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None
-    ) -> None:
+    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
         if kernel.__name__ == f"attention_{name}":
             arguments = {**others(), **changing}
             _refuse(compile_kernel(kernel, arguments, capability), capability, spills)
@@ -216,7 +207,7 @@ def time_tile(problem: reference.Problem, name: str, tile: Tile) -> float:
             refused.extend([e] if ours else [])
             raise
         if ours and started is not None:
-            times.append(autotune.milliseconds(functools.partial(started.again, changing)))
+            times.append(autotune.milliseconds(started.repeated(changing)))
         return started
 
     with elsewhere(start), only(name, tile):

@@ -43,7 +43,7 @@ def supports(device: torch.device) -> bool:
 
 
 def device_guard(device: torch.device) -> Any:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
@@ -65,9 +65,11 @@ def run(
     known = setup.plans.get((name, own))
     if known is not None:
         started, tile = known
+        o.again = True
         changing.update(by_tile(tile))
         started.again(changing)
         return True
+    o.again = False
     choices = tiles(name, o)
 
     def launch(tile: configs.Tile, spills: int | None = None) -> tuple[Started | None, dict[str, Any]]:
@@ -126,31 +128,24 @@ def extra_options() -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- the op
 
 
-def rows_of(o: Operands, tile: configs.Tile) -> dict[str, Any]:
-    """The tile map of a kernel of query rows."""
-    if o.maps is None:
-        return {"ORDER": None, "COUNTS": None, "line_b": 0, "line_h": 0}
-    return o.maps.of_rows(tile)
-
-
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
     o = Operands(problem)
     p, setup = problem, o.setup
-    dims = setup.dims(setup.DV)
 
     def grid(tile: configs.Tile) -> int:
-        return p.B * p.H * cdiv(p.M, tile.block_m) * dims["SLICES"]
+        return p.B * p.H * cdiv(p.M, tile.block_m) * setup.dims(setup.DV)["SLICES"]
 
     def by_tile(tile: configs.Tile) -> dict[str, Any]:
         return {
             "Q_DESC": o.descriptor(p.q, tile.block_m, "q"), "K_DESC": o.descriptor(p.k, tile.block_n, "k"),
-            "V_DESC": o.descriptor(p.v, tile.block_n, "v"), **rows_of(o, tile),
+            "V_DESC": o.descriptor(p.v, tile.block_n, "v"), **o.rows(tile),
         }  # fmt: skip
 
     def others() -> dict[str, Any]:
         return {
             "fill": setup.form.far_fill, "huge": setup.form.huge, "SCORE": setup.value("score"),
-            "BODY": setup.value("body"), "POST": setup.post, **strides(q=p.q, k=p.k, v=p.v, o=out), **dims,
+            "BODY": setup.value("body"), "POST": setup.post, **strides(q=p.q, k=p.k, v=p.v, o=out),
+            **setup.dims(setup.DV),
         }  # fmt: skip
 
     with device_guard(p.q.device):
@@ -180,7 +175,12 @@ class Saved:
 
         changing = {"OUT": out, "DO": do, "LSE": lse, "ROWS": self.rows, "SEED": p.seed}
         grid = p.B * p.H * self.length // block
-        start(bwd.attention_rows, (setup, self.key, layout(out)), grid, changing, others)
+        key = ("rows", self.key, layout(out))
+        started = setup.others.get(key)
+        if started is not None:
+            started.again(changing)
+        elif (started := start(bwd.attention_rows, None, grid, changing, others)) is not None:
+            setup.others[key] = started
 
 
 def backward(
@@ -292,29 +292,27 @@ def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
     together = p.group_k == p.group_v and not setup.stream
     for want_dk, want_dv in [(True, True)] if together else [(True, False), (False, True)]:
         heads = p.group_k if want_dk else p.group_v
-        dims = setup.dims(setup.D if want_dk else setup.DV)
+        sliced = setup.D if want_dk else setup.DV
 
-        def grid(tile: configs.Tile, heads: int = heads, slices: int = dims["SLICES"]) -> int:
-            return p.B * (p.H // heads) * cdiv(p.N, tile.block_n) * slices
+        def grid(tile: configs.Tile, heads: int = heads, sliced: int = sliced) -> int:
+            return p.B * (p.H // heads) * cdiv(p.N, tile.block_n) * setup.dims(sliced)["SLICES"]
 
         def by_tile(tile: configs.Tile) -> dict[str, Any]:
-            nothing: dict[str, Any] = dict.fromkeys(("STATES", "ORDER", "COUNTS", "NEEDY", "NEEDY_COUNTS"))
-            nothing |= {"line_b": 0, "line_h": 0}
             return {
                 "Q_DESC": o.descriptor(p.q, tile.block_m, "q"),
                 "DO_DESC": o.descriptor(saved.do, tile.block_m, saved.key),
-                **(nothing if o.maps is None else o.maps.of_columns(tile, saved.lse, saved.rows)),
+                **o.columns(tile, saved.lse, saved.rows),
             }  # fmt: skip
 
         def others(
-            heads: int = heads, dims: dict[str, Any] = dims, want_dk: bool = want_dk, want_dv: bool = want_dv
+            heads: int = heads, sliced: int = sliced, want_dk: bool = want_dk, want_dv: bool = want_dv
         ) -> dict[str, Any]:
             return {
                 "HEADS": heads, "SHARED": p.group_k == p.group_v, "WANT_DK": want_dk, "WANT_DV": want_dv,
                 "length": saved.length, "factor": setup.form.factor, "JOINT": setup.form.joint,
                 "SCORE": setup.value("score"), "SCORE_GRADIENT": setup.gradient("score"), "BODY": setup.value("body"),
                 "BODY_GRADIENT": setup.gradient("body"), "POST": setup.post, "POST_GRADIENT": setup.gradient("post"),
-                **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dk=dk, dv=dv), **dims,
+                **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dk=dk, dv=dv), **setup.dims(sliced),
             }  # fmt: skip
 
         changing = {"Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "ROWS": saved.rows, "DK": dk, "DV_": dv}
@@ -333,7 +331,6 @@ def _backward_q(
     only_delta: bool = False,
 ) -> bool:
     p, setup = o.problem, o.setup
-    dims = setup.dims(setup.D)
     G: tuple[Any, ...] = ()
     GS: tuple[int, ...] = ()
     if scattered:
@@ -341,11 +338,11 @@ def _backward_q(
         GS = tuple(x for c, b in zip(p.captures, buffers, strict=True) for x in (c if b is None else b).stride())
 
     def grid(tile: configs.Tile) -> int:
-        return p.B * p.H * cdiv(p.M, tile.block_m) * dims["SLICES"]
+        return p.B * p.H * cdiv(p.M, tile.block_m) * setup.dims(setup.D)["SLICES"]
 
     def by_tile(tile: configs.Tile) -> dict[str, Any]:
         keys = {"K_DESC": o.descriptor(p.k, tile.block_n, "k"), "V_DESC": o.descriptor(p.v, tile.block_n, "v")}
-        return keys | rows_of(o, tile)
+        return keys | o.rows(tile)
 
     def others() -> dict[str, Any]:
         body = "score" if scattered else "body"  # what is scattered may be part of the mask: all tiles alike
@@ -355,7 +352,7 @@ def _backward_q(
             "SCORE_GRADIENT": None if only_delta else setup.gradient("score", scattered),
             "BODY_GRADIENT": None if only_delta else setup.gradient(body, scattered),
             "POST_GRADIENT": setup.gradient("post", scattered), "ONLY_DELTA": only_delta,
-            **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dq=dq), **dims,
+            **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dq=dq), **setup.dims(setup.D),
         }  # fmt: skip
 
     changing = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torchflash import score as sc
 from torchflash.kernels import lower
 from torchflash.kernels.forms import Form
-from torchflash.kernels.launcher import cdiv, start
+from torchflash.kernels.launcher import Started, cdiv, start
 from torchflash.kernels.visits import needy_rows, tile_order, tile_states
 from torchflash.score import Expr
 
@@ -24,21 +25,120 @@ WIDTH = 128  # tiles a program of `tile_states` or `tile_order` looks at togethe
 _known: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
 
-class Mask:
-    """What of a mask follows from shapes and strides: the axes it varies along, whether it loads, its functions."""
+class Maps:
+    """The tile maps of all attentions of the same shapes, strides, dtypes and programs. What follows from those is
+    found out once; `made` is what was made for one call, whose captures are `T`."""
 
-    def __init__(self, form: Form, problem: Problem):
-        self.form = form
+    def __init__(self, form: Form, p: Problem, S: tuple[int, ...], sizes: dict[str, int]):
         keep, plain = form.program.keep, form.plain
         assert keep is not None
         both = [keep] if plain is None else [keep, plain]
+        self.form, self.S, self.sizes = form, S, sizes
+        self.M, self.N, self.lines, self.device = p.M, p.N, p.B * p.H, p.q.device
         self.loads = bool(sc.loads(*both))
-        axes = set().union(*(_axes(e, problem) for e in both))
-        self.batches = problem.B if "b" in axes else 1
-        self.heads = problem.H if "h" in axes else 1
-        self.ranks = tuple(c.dim() for c in problem.captures)
+        axes = set().union(*(_axes(e, p) for e in both))
+        self.batches = p.B if "b" in axes else 1
+        self.heads = p.H if "h" in axes else 1
+        self.ranks = tuple(c.dim() for c in p.captures)
+        layouts = tuple((c.dtype, c.data_ptr() % 16 == 0) for c in p.captures)
+        self.key = (form, self.M, self.N, self.batches, self.heads, S, layouts, *sizes.values())
+        self.started: dict[Any, Started] = {}
 
-    def functions(self) -> dict[str, Any]:
+    def of_rows(self, tile: Tile, T: tuple[Tensor, ...], made: dict[Any, Any]) -> dict[str, Any]:
+        """For kernels of query rows: the order of the key tiles of each row of tiles."""
+        found = self._order((tile.block_m, tile.block_n), False, T, made)
+        return {k: found[k] for k in ("ORDER", "COUNTS", "line_b", "line_h")}
+
+    def of_columns(
+        self, tile: Tile, T: tuple[Tensor, ...], made: dict[Any, Any], lse: Tensor, statistics: Tensor
+    ) -> dict[str, Any]:
+        """For the kernel of keys: the order of the query tiles of each column, and the rows that need all columns."""
+        tiles = cdiv(self.M, tile.block_m)
+        needy = torch.empty((self.lines, tiles), dtype=torch.int32, device=self.device)
+        counts = torch.empty(self.lines, dtype=torch.int32, device=self.device)
+
+        def others() -> dict[str, Any]:
+            return {
+                "M": self.M, "length": statistics.shape[2], "fill": self.form.fill, "BLOCK_M": tile.block_m,
+                "WIDTH": 16,
+            }  # fmt: skip
+
+        changing = {"LSE": lse, "ROWS": statistics, "NEEDY": needy, "COUNTS": counts}
+        self._start(needy_rows, tile.block_m, self.lines, changing, others)
+        return {**self._order((tile.block_m, tile.block_n), True, T, made), "NEEDY": needy, "NEEDY_COUNTS": counts}
+
+    def _start(
+        self, kernel: Any, key: Any, grid: int, changing: dict[str, Any], others: Callable[[], dict[str, Any]]
+    ) -> None:
+        started = self.started.get((kernel, key))
+        if started is not None:
+            started.again(changing)
+            return
+        started = start(kernel, None, grid, changing, others)
+        if started is not None:
+            self.started[kernel, key] = started
+
+    def _order(
+        self, blocks: tuple[int, int], columns: bool, T: tuple[Tensor, ...], made: dict[Any, Any]
+    ) -> dict[str, Any]:
+        key = (*blocks, columns)
+        if key in made:
+            found: dict[str, Any] = made[key]
+            return found
+        # What depends on indices alone is the same at every call. On other streams, where graphs are captured and
+        # memory may belong to one, it is made every time.
+        lasting = None
+        if not self.loads and (self.device.type != "cuda" or not torch._C._cuda_getCurrentRawStream(self.device.index)):
+            lasting = (self.key, self.device, key)
+            if lasting in _known:
+                _known.move_to_end(lasting)
+                return _known[lasting]
+        states = self._states(blocks, T, made)
+        rows, cols = states.shape[2:]
+        lines, tiles, strides = (cols, rows, (1, cols)) if columns else (rows, cols, (cols, 1))
+        order = torch.empty((self.batches, self.heads, lines, tiles), dtype=torch.int32, device=self.device)
+        counts = torch.empty((self.batches, self.heads, lines, 2), dtype=torch.int32, device=self.device)
+
+        def others() -> dict[str, Any]:
+            whole = self.M // blocks[0] if columns else self.N // blocks[1]
+            return {
+                "lines": lines, "tiles": tiles, "whole": whole, "to_line": strides[0], "to_tile": strides[1],
+                "WIDTH": WIDTH, "num_warps": 1,
+            }  # fmt: skip
+
+        changing = {"STATES": states, "ORDER": order, "COUNTS": counts}
+        self._start(tile_order, key, self.batches * self.heads * lines, changing, others)
+        found = made[key] = {
+            "STATES": states, "ORDER": order, "COUNTS": counts,
+            "line_b": lines * self.heads if self.batches > 1 else 0, "line_h": lines if self.heads > 1 else 0,
+        }  # fmt: skip
+        if lasting is not None:
+            _known[lasting] = found
+            if len(_known) > REMEMBERED:
+                _known.popitem(last=False)
+        return found
+
+    def _states(self, blocks: tuple[int, int], T: tuple[Tensor, ...], made: dict[Any, Any]) -> Tensor:
+        if blocks in made:
+            found: Tensor = made[blocks]
+            return found
+        rows, cols = cdiv(self.M, blocks[0]), cdiv(self.N, blocks[1])
+        states = torch.empty((self.batches, self.heads, rows, cols), dtype=torch.int8, device=self.device)
+        steps = cols if self.loads else cdiv(cols, WIDTH)
+
+        def others() -> dict[str, Any]:
+            return {
+                "S": self.S, "HEADS": self.heads, "M": self.M, "N": self.N, **self.sizes, **self._functions(),
+                "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "ROWS": min(blocks[0], max(16, 2048 // blocks[1])),
+                "WIDTH": WIDTH,
+            }  # fmt: skip
+
+        grid = self.batches * self.heads * rows * steps
+        self._start(tile_states, blocks, grid, {"STATES": states, "T": T}, others)
+        made[blocks] = states
+        return states
+
+    def _functions(self) -> dict[str, Any]:
         plain = self.form.plain is not None
         return {
             "KEEP": lower.value_function(self.form, "keep", self.ranks, False),
@@ -58,93 +158,3 @@ def _axes(e: Expr, problem: Problem) -> set[str]:
         steps = problem.captures[int(e.value[1:])].stride()
         args = tuple(a for a, step in zip(args, steps, strict=True) if step)
     return set().union(*(_axes(a, problem) for a in args))
-
-
-class Maps:
-    """The maps of one attention, each made once: `of_rows` and `of_columns` are kernel arguments."""
-
-    def __init__(self, mask: Mask, T: tuple[Tensor, ...], S: tuple[int, ...], sizes: dict[str, int], problem: Problem):
-        self.mask, self.T, self.S, self.sizes, self.problem = mask, T, S, sizes, problem
-        self.made: dict[Any, Any] = {}
-        layouts = tuple((c.dtype, c.data_ptr() % 16 == 0) for c in T)
-        self.key = (mask.form, problem.M, problem.N, mask.batches, mask.heads, S, layouts, *sizes.values())
-
-    def of_rows(self, tile: Tile) -> dict[str, Any]:
-        """For kernels of query rows: the order of the key tiles of each row of tiles."""
-        found = self._order(tile, columns=False)
-        return {k: found[k] for k in ("ORDER", "COUNTS", "line_b", "line_h")}
-
-    def of_columns(self, tile: Tile, lse: Tensor, statistics: Tensor) -> dict[str, Any]:
-        """For the kernel of keys: the order of the query tiles of each column, and the rows that need all columns."""
-        p = self.problem
-        lines, tiles = p.B * p.H, cdiv(p.M, tile.block_m)
-        needy = torch.empty((lines, tiles), dtype=torch.int32, device=lse.device)
-        counts = torch.empty(lines, dtype=torch.int32, device=lse.device)
-
-        def others() -> dict[str, Any]:
-            fill, length = self.mask.form.fill, statistics.shape[2]
-            return {"M": p.M, "length": length, "fill": fill, "BLOCK_M": tile.block_m, "WIDTH": 16}
-
-        changing = {"LSE": lse, "ROWS": statistics, "NEEDY": needy, "COUNTS": counts}
-        start(needy_rows, (self.mask.form, p.M, lines, tile.block_m), lines, changing, others)
-        return {**self._order(tile, columns=True), "NEEDY": needy, "NEEDY_COUNTS": counts}
-
-    def _order(self, tile: Tile, columns: bool) -> dict[str, Any]:
-        blocks = (tile.block_m, tile.block_n)
-        key = (*blocks, columns)
-        if key in self.made:
-            return self.made[key]
-        p, mask = self.problem, self.mask
-        device = p.q.device
-        # What depends on indices alone is the same at every call. On other streams, where graphs are captured and
-        # memory may belong to one, it is made every time.
-        lasting = None
-        if not mask.loads and (device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == 0):
-            lasting = (self.key, device, key)
-            if lasting in _known:
-                _known.move_to_end(lasting)
-                return _known[lasting]
-        states = self._states(blocks)
-        rows, cols = states.shape[2:]
-        lines, tiles, strides = (cols, rows, (1, cols)) if columns else (rows, cols, (cols, 1))
-        order = torch.empty((mask.batches, mask.heads, lines, tiles), dtype=torch.int32, device=device)
-        counts = torch.empty((mask.batches, mask.heads, lines, 2), dtype=torch.int32, device=device)
-
-        def others() -> dict[str, Any]:
-            whole = p.M // blocks[0] if columns else p.N // blocks[1]
-            return {
-                "lines": lines, "tiles": tiles, "whole": whole, "to_line": strides[0], "to_tile": strides[1],
-                "WIDTH": WIDTH, "num_warps": 1,
-            }  # fmt: skip
-
-        changing = {"STATES": states, "ORDER": order, "COUNTS": counts}
-        start(tile_order, (self.key, key), mask.batches * mask.heads * lines, changing, others)
-        found = self.made[key] = {
-            "STATES": states, "ORDER": order, "COUNTS": counts,
-            "line_b": lines * mask.heads if mask.batches > 1 else 0, "line_h": lines if mask.heads > 1 else 0,
-        }  # fmt: skip
-        if lasting is not None:
-            _known[lasting] = found
-            if len(_known) > REMEMBERED:
-                _known.popitem(last=False)
-        return found
-
-    def _states(self, blocks: tuple[int, int]) -> Tensor:
-        if blocks in self.made:
-            return self.made[blocks]
-        p, mask = self.problem, self.mask
-        rows, cols = cdiv(p.M, blocks[0]), cdiv(p.N, blocks[1])
-        states = torch.empty((mask.batches, mask.heads, rows, cols), dtype=torch.int8, device=p.q.device)
-        steps = cols if mask.loads else cdiv(cols, WIDTH)
-
-        def others() -> dict[str, Any]:
-            return {
-                "S": self.S, "HEADS": mask.heads, "M": p.M, "N": p.N, **self.sizes, **mask.functions(),
-                "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "ROWS": min(blocks[0], max(16, 2048 // blocks[1])),
-                "WIDTH": WIDTH,
-            }  # fmt: skip
-
-        grid = mask.batches * mask.heads * rows * steps
-        start(tile_states, (self.key, blocks), grid, {"STATES": states, "T": self.T}, others)
-        self.made[blocks] = states
-        return states

@@ -13,13 +13,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchflash.kernels import configs, lower, philox
 from torchflash.kernels.forms import Form, form
-from torchflash.kernels.launcher import Started, interpreting
-from torchflash.kernels.maps import Maps, Mask
+from torchflash.kernels.launcher import Started, based, interpreting
+from torchflash.kernels.maps import Maps
 from torchflash.kernels.reference import Problem
 from torchflash.kernels.visits import SIZES
 
 MAX_SIZES = len(SIZES)
 REMEMBERED = 1024
+NO_ROWS: dict[str, Any] = {"ORDER": None, "COUNTS": None, "line_b": 0, "line_h": 0}
+NO_COLUMNS: dict[str, Any] = {**NO_ROWS, "STATES": None, "NEEDY": None, "NEEDY_COUNTS": None}
 _setups: OrderedDict[Any, Setup] = OrderedDict()
 
 
@@ -59,10 +61,11 @@ class Setup:
         whole = all(configs.chunks(d) == (d,) for d in (self.D, self.DV))
         self.hopper = whole and self.fast and not self.stream and has_tma(p.q.device)
         self.post = self.value("post") if self.program.post is not None else None
-        self.mask = Mask(self.form, p) if self.program.keep is not None else None
+        self.maps = Maps(self.form, p, self.S, self.sizes) if self.program.keep is not None else None
         self.kind = (p.q.device, p.program, self.D, self.DV, p.q.dtype, p.v.dtype, precision(p.q.dtype), p.tuning)
         self.descriptors: dict[Any, TensorDescriptor | None] = {}
         self.plans: dict[Any, tuple[Started, configs.Tile]] = {}
+        self.others: dict[Any, Started] = {}
         self.exact_delta: dict[tuple[bool, ...], bool] = {}
 
     def value(self, which: str) -> Any:
@@ -82,35 +85,59 @@ class Setup:
         return held | {"CHUNKS": part, "CHUNKS_V": part, "STREAM": configs.STREAM_CHUNK, "SLICES": shared}
 
 
+def setup_of(p: Problem) -> Setup:
+    key = (
+        p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, torch.get_float32_matmul_precision(),
+        *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures), tuple(c.dtype for c in p.captures),
+    )  # fmt: skip
+    found = _setups.get(key)
+    if found is None:
+        found = _setups[key] = Setup(p)
+        if len(_setups) > REMEMBERED:
+            _setups.popitem(last=False)
+    return found
+
+
 class Operands:
     """The arguments that every kernel of one attention shares."""
 
     def __init__(self, problem: Problem):
         p = self.problem = problem
-        self.T = tuple(c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures)
-        key = (
-            p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, torch.get_float32_matmul_precision(),
-            *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures), tuple(c.dtype for c in p.captures),
-        )  # fmt: skip
-        known = _setups.get(key)
-        if known is None:
-            known = _setups[key] = Setup(p)
-            if len(_setups) > REMEMBERED:
-                _setups.popitem(last=False)
-        self.setup = known
-        self.maps = Maps(known.mask, self.T, known.S, known.sizes, p) if known.mask is not None else None
+        self.T = tuple([c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures])
+        self.made: dict[Any, Any] = {}  # the tile maps of this call
+        self.again = False
+        memory = p.memory
+        if memory is None:
+            self.setup = setup_of(p)
+        else:
+            found = memory.get("setup")
+            if found is None:
+                found = memory["setup"] = setup_of(p)
+            self.setup = found
 
-    def descriptor(self, x: Tensor, rows: int, which: Any) -> TensorDescriptor | None:
+    def rows(self, tile: configs.Tile) -> dict[str, Any]:
+        """The tile map for a kernel of query rows."""
+        maps = self.setup.maps
+        if maps is None:
+            return NO_ROWS
+        return maps.of_rows(tile, self.T, self.made)
+
+    def columns(self, tile: configs.Tile, lse: Tensor, statistics: Tensor) -> dict[str, Any]:
+        """The tile map for the kernel of keys."""
+        maps = self.setup.maps
+        if maps is None:
+            return NO_COLUMNS
+        return maps.of_columns(tile, self.T, self.made, lse, statistics)
+
+    def descriptor(self, x: Tensor, rows: int, which: Any) -> TensorDescriptor | Tensor | None:
         """For the tensor memory accelerator to read `rows` rows of `x`; None without one, or where it cannot. `which`
-        decides the layout of `x`, together with the setup."""
+        decides the layout of `x`, together with the setup. `x` itself for a kernel that is started `again`."""
+        if self.again:
+            return x
         known = self.setup.descriptors.get((which, rows), self)
         if known is self:
             known = self.setup.descriptors[which, rows] = describe(x, rows) if self.setup.hopper else None
-        if known is None:
-            return None
-        mine = object.__new__(TensorDescriptor)  # not by its constructor, which looks at everything again
-        mine.__dict__.update(known.__dict__, base=x)
-        return mine
+        return None if known is None else based(known, x)
 
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor | None:
@@ -118,9 +145,7 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor | None:
     outer = all(s * size % 16 == 0 and (n == 1 or s) for n, s in zip(shape[:3], strides[:3], strict=True))
     if strides[3] != 1 or x.data_ptr() % 16 or not outer:
         return None
-    found = TensorDescriptor(x, shape, strides, [1, 1, rows, shape[3]])
-    found.base = None
-    return found
+    return based(TensorDescriptor(x, shape, strides, [1, 1, rows, shape[3]]), None)
 
 
 @functools.cache

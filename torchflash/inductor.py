@@ -1,12 +1,13 @@
 """The inner compile by Inductor: what has to hold around it, and only around it.
 
-Two things surround every compile of our graphs, also with nothing rewritten:
+What surrounds every compile of our graphs, also with nothing rewritten:
 1. Inductor's own attention fuser stays off. It runs after us and takes softmaxes over other axes for attention; a block
    that we leave alone must come out as unfused code. A ContextVar, checked by each of its registered patterns, says
    whether the running compile is ours: other compiles in this process, before, after or in other threads, are as ever.
 2. A tag over our sources, version and options is part of every cache key. The AOTAutograd cache hashes the graph it is
    given but not the formulas behind its ops: without the tag an edited backward would be answered from the old cache,
    and a graph compiled without the gate would be served to a compile that needs it.
+3. Compiled code calls our ops past the dispatcher (`call_directly`), also code from the cache: the names stand in it.
 Besides, graphs that differentiate a maximum in half precision are compiled with eager's rounding: `has_half_extremum`.
 The backward is compiled when it first runs, out of our sight and perhaps in another thread, so both are also put around
 the function that Inductor keeps for it (`inner_compile`).
@@ -14,11 +15,11 @@ the function that Inductor keeps for it (`inner_compile`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     tag = cache_tag(options)
+    call_directly()
     if has_half_extremum(gm):
         device = _device(example_inputs)
         if device is not None and device.type == "cpu" and TorchVersion(torch.__version__) < "2.13":
@@ -77,7 +79,7 @@ def has_half_extremum(gm: torch.fx.GraphModule) -> bool:
     return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def _around(tag: str) -> Iterator[None]:
     token = _ours.set(True)
     try:
@@ -85,6 +87,44 @@ def _around(tag: str) -> Iterator[None]:
             yield
     finally:
         _ours.reset(token)
+
+
+# ----------------------------------------------------------------------------------------------------- calls of our ops
+
+
+def call_directly() -> bool:
+    """Makes Inductor write `op.compiled(…)` for our ops instead of `op.default(…)`; once per process.
+
+    False if it cannot: the internals of this torch differ from those we know, and code calls the ops as any other.
+    """
+    try:
+        from torch._inductor import lowering
+
+        with _lock:
+            for op in (torch.ops.torchflash.attention.default, torch.ops.torchflash.attention_backward.default):
+                if not hasattr(lowering.lowerings.get(op), "_torchflash"):
+                    lowering.make_fallback(op)
+                    lowering.lowerings[op] = _called_directly(lowering.lowerings[op])
+        return True
+    except Exception:
+        return False
+
+
+def _called_directly(lower: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(lower)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        results = lower(*args, **kwargs)
+        with contextlib.suppress(AttributeError, IndexError, TypeError):  # else it is called as any other
+            kernel = results[0].data.data.inputs[0]  # of the operation whose outputs these are
+            name = kernel.python_kernel_name
+            if name.endswith(".default") and not V.graph.cpp_wrapper:
+                kernel.python_kernel_name = name.removesuffix("default") + "compiled"
+        return results
+
+    lowered._torchflash = True  # type: ignore[attr-defined]
+    return lowered
 
 
 # ------------------------------------------------------------------------------------------------------- the cache tag
