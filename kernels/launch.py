@@ -25,6 +25,7 @@ from torchflash.kernels import backward as bwd
 from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forward import attention_forward
 from torchflash.kernels.launcher import Spilling, Started, cdiv, interpreting, start
+from torchflash.kernels.memory import empty
 from torchflash.kernels.operands import Operands, layout, strides
 from torchflash.kernels.program import plain_axes
 from torchflash.kernels.reference import Problem, exact_delta
@@ -161,7 +162,7 @@ class Saved:
         self.do, self.lse = do, lse
         self.length = cdiv(p.M, configs.LARGEST_BLOCK) * configs.LARGEST_BLOCK
         planes = 6 if p.dropout_p else 3
-        self.rows = torch.empty((planes, p.B * p.H, self.length), dtype=torch.float32, device=p.q.device)
+        self.rows = empty(p.q, (planes, p.B * p.H, self.length), torch.float32)
         self.key = (layout(do), do.dtype)
         block = 64 if setup.DV <= 128 else 32
 

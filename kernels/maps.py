@@ -13,11 +13,13 @@ from torchflash import score as sc
 from torchflash.kernels import lower
 from torchflash.kernels.forms import Form
 from torchflash.kernels.launcher import Started, cdiv, start
+from torchflash.kernels.memory import empty
 from torchflash.kernels.visits import needy_rows, tile_order, tile_states
 from torchflash.score import Expr
 
 if TYPE_CHECKING:
     from torchflash.kernels.configs import Tile
+    from torchflash.kernels.operands import Operands
     from torchflash.kernels.reference import Problem
 
 REMEMBERED = 64
@@ -27,7 +29,7 @@ _known: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
 class Maps:
     """The tile maps of all attentions of the same shapes, strides, dtypes and programs. What follows from those is
-    found out once; `made` is what was made for one call, whose captures are `T`."""
+    found out once; a call keeps what was made for it in `Operands.made`."""
 
     def __init__(self, form: Form, p: Problem, S: tuple[int, ...], sizes: dict[str, int]):
         keep, plain = form.program.keep, form.plain
@@ -44,18 +46,16 @@ class Maps:
         self.key = (form, self.M, self.N, self.batches, self.heads, S, layouts, *sizes.values())
         self.started: dict[Any, Started] = {}
 
-    def of_rows(self, tile: Tile, T: tuple[Tensor, ...], made: dict[Any, Any]) -> dict[str, Any]:
+    def of_rows(self, tile: Tile, o: Operands) -> dict[str, Any]:
         """For kernels of query rows: the order of the key tiles of each row of tiles."""
-        found = self._order((tile.block_m, tile.block_n), False, T, made)
+        found = self._order((tile.block_m, tile.block_n), False, o)
         return {k: found[k] for k in ("ORDER", "COUNTS", "line_b", "line_h")}
 
-    def of_columns(
-        self, tile: Tile, T: tuple[Tensor, ...], made: dict[Any, Any], lse: Tensor, statistics: Tensor
-    ) -> dict[str, Any]:
+    def of_columns(self, tile: Tile, o: Operands, lse: Tensor, statistics: Tensor) -> dict[str, Any]:
         """For the kernel of keys: the order of the query tiles of each column, and the rows that need all columns."""
         tiles = cdiv(self.M, tile.block_m)
-        needy = torch.empty((self.lines, tiles), dtype=torch.int32, device=self.device)
-        counts = torch.empty(self.lines, dtype=torch.int32, device=self.device)
+        needy = empty(lse, (self.lines, tiles), torch.int32)
+        counts = empty(lse, (self.lines,), torch.int32)
 
         def others() -> dict[str, Any]:
             return {
@@ -65,7 +65,7 @@ class Maps:
 
         changing = {"LSE": lse, "ROWS": statistics, "NEEDY": needy, "COUNTS": counts}
         self._start(needy_rows, tile.block_m, self.lines, changing, others)
-        return {**self._order((tile.block_m, tile.block_n), True, T, made), "NEEDY": needy, "NEEDY_COUNTS": counts}
+        return {**self._order((tile.block_m, tile.block_n), True, o), "NEEDY": needy, "NEEDY_COUNTS": counts}
 
     def _start(
         self, kernel: Any, key: Any, grid: int, changing: dict[str, Any], others: Callable[[], dict[str, Any]]
@@ -78,12 +78,10 @@ class Maps:
         if started is not None:
             self.started[kernel, key] = started
 
-    def _order(
-        self, blocks: tuple[int, int], columns: bool, T: tuple[Tensor, ...], made: dict[Any, Any]
-    ) -> dict[str, Any]:
+    def _order(self, blocks: tuple[int, int], columns: bool, o: Operands) -> dict[str, Any]:
         key = (*blocks, columns)
-        if key in made:
-            found: dict[str, Any] = made[key]
+        if key in o.made:
+            found: dict[str, Any] = o.made[key]
             return found
         # What depends on indices alone is the same at every call. On other streams, where graphs are captured and
         # memory may belong to one, it is made every time.
@@ -93,11 +91,11 @@ class Maps:
             if lasting in _known:
                 _known.move_to_end(lasting)
                 return _known[lasting]
-        states = self._states(blocks, T, made)
+        states = self._states(blocks, o)
         rows, cols = states.shape[2:]
         lines, tiles, strides = (cols, rows, (1, cols)) if columns else (rows, cols, (cols, 1))
-        order = torch.empty((self.batches, self.heads, lines, tiles), dtype=torch.int32, device=self.device)
-        counts = torch.empty((self.batches, self.heads, lines, 2), dtype=torch.int32, device=self.device)
+        order = empty(o.problem.q, (self.batches, self.heads, lines, tiles), torch.int32)
+        counts = empty(o.problem.q, (self.batches, self.heads, lines, 2), torch.int32)
 
         def others() -> dict[str, Any]:
             whole = self.M // blocks[0] if columns else self.N // blocks[1]
@@ -108,7 +106,7 @@ class Maps:
 
         changing = {"STATES": states, "ORDER": order, "COUNTS": counts}
         self._start(tile_order, key, self.batches * self.heads * lines, changing, others)
-        found = made[key] = {
+        found = o.made[key] = {
             "STATES": states, "ORDER": order, "COUNTS": counts,
             "line_b": lines * self.heads if self.batches > 1 else 0, "line_h": lines if self.heads > 1 else 0,
         }  # fmt: skip
@@ -118,12 +116,12 @@ class Maps:
                 _known.popitem(last=False)
         return found
 
-    def _states(self, blocks: tuple[int, int], T: tuple[Tensor, ...], made: dict[Any, Any]) -> Tensor:
-        if blocks in made:
-            found: Tensor = made[blocks]
+    def _states(self, blocks: tuple[int, int], o: Operands) -> Tensor:
+        if blocks in o.made:
+            found: Tensor = o.made[blocks]
             return found
         rows, cols = cdiv(self.M, blocks[0]), cdiv(self.N, blocks[1])
-        states = torch.empty((self.batches, self.heads, rows, cols), dtype=torch.int8, device=self.device)
+        states = empty(o.problem.q, (self.batches, self.heads, rows, cols), torch.int8)
         steps = cols if self.loads else cdiv(cols, WIDTH)
 
         def others() -> dict[str, Any]:
@@ -134,8 +132,8 @@ class Maps:
             }  # fmt: skip
 
         grid = self.batches * self.heads * rows * steps
-        self._start(tile_states, blocks, grid, {"STATES": states, "T": T}, others)
-        made[blocks] = states
+        self._start(tile_states, blocks, grid, {"STATES": states, "T": o.T}, others)
+        o.made[blocks] = states
         return states
 
     def _functions(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from torchflash.kernels import program as programs
 from torchflash.kernels import reference, unfused
 from torchflash.kernels import tuning as tunings
+from torchflash.kernels.memory import empty_strided
 
 LAYOUTS = ("bhmd", "bmhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -93,34 +94,23 @@ def _empty_out(q: Tensor, v: Tensor, layout: str) -> Tensor:
     B, H, M, _ = q.shape
     D = v.shape[-1]
     if layout == "bhmd":
-        return _empty(v, (B, H, M, D), (H * M * D, M * D, D, 1), v.dtype)
+        return empty_strided(v, (B, H, M, D), (H * M * D, M * D, D, 1), v.dtype)
     if layout == "bmhd":
-        return _empty(v, (B, H, M, D), (M * H * D, D, H * D, 1), v.dtype)
+        return empty_strided(v, (B, H, M, D), (M * H * D, D, H * D, 1), v.dtype)
     raise ValueError(f"torchflash::attention: unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
 
 
 def _empty_lse(q: Tensor) -> Tensor:
     B, H, M, _ = q.shape
-    return _empty(q, (2, B, H, M), (B * H * M, H * M, M, 1), torch.float32)
+    return empty_strided(q, (2, B, H, M), (B * H * M, H * M, M, 1), torch.float32)
 
 
 def _empty_gradient(x: Tensor) -> Tensor:
     B, H, L, D = x.shape
     _, step_h, step_l, _ = x.stride()
     if H != 1 and L != 1 and step_h < step_l:
-        return _empty(x, (B, H, L, D), (L * H * D, D, H * D, 1), x.dtype)
-    return _empty(x, (B, H, L, D), (H * L * D, L * D, D, 1), x.dtype)
-
-
-_empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-
-def _empty(like: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Not a view, so that users may write in place."""
-    if type(like) is Tensor and like.is_cuda and _empty_cuda is not None:
-        if like.get_device() == torch._C._cuda_getDevice():
-            return _empty_cuda(size, stride, dtype)  # as code compiled by Inductor does
-    return like.new_empty_strided(size, stride, dtype=dtype)
+        return empty_strided(x, (B, H, L, D), (L * H * D, D, H * D, 1), x.dtype)
+    return empty_strided(x, (B, H, L, D), (H * L * D, L * D, D, 1), x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------ implementation

@@ -120,14 +120,14 @@ class Operands:
         maps = self.setup.maps
         if maps is None:
             return NO_ROWS
-        return maps.of_rows(tile, self.T, self.made)
+        return maps.of_rows(tile, self)
 
     def columns(self, tile: configs.Tile, lse: Tensor, statistics: Tensor) -> dict[str, Any]:
         """The tile map for the kernel of keys."""
         maps = self.setup.maps
         if maps is None:
             return NO_COLUMNS
-        return maps.of_columns(tile, self.T, self.made, lse, statistics)
+        return maps.of_columns(tile, self, lse, statistics)
 
     def descriptor(self, x: Tensor, rows: int, which: Any) -> TensorDescriptor | Tensor | None:
         """For the tensor memory accelerator to read `rows` rows of `x`; None without one, or where it cannot. `which`

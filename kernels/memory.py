@@ -1,0 +1,26 @@
+"""New tensors at little cost to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty_strided(like: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """On the device of `like`; not a view, so that users may write in place."""
+    if type(like) is Tensor and like.is_cuda and _empty_cuda is not None:
+        if like.get_device() == torch._C._cuda_getDevice():
+            found: Tensor = _empty_cuda(size, stride, dtype)  # as code compiled by Inductor does
+            return found
+    return like.new_empty_strided(size, stride, dtype=dtype)
+
+
+def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Contiguous, on the device of `like`."""
+    return empty_strided(like, size, [math.prod(size[i + 1 :]) for i in range(len(size))], dtype)
