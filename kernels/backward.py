@@ -31,7 +31,7 @@ from torchflash.kernels.tiles import (
     store_chunks,
     zero_chunks,
 )
-from torchflash.kernels.visits import tile_at, visit
+from torchflash.kernels.visits import plain_at, tile_at, visit
 
 
 @triton.jit(do_not_specialize=("H", "M", "lines"))
@@ -153,7 +153,7 @@ def attention_backward_kv(
     EXACT: tl.constexpr, JOINT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key block: HEADS query heads share it and are added here, one after the other.
 
@@ -190,7 +190,7 @@ def attention_backward_kv(
     for head in range(HEADS):
         h = h0 + head
         bh = b * H + h
-        start, plain, visited = visit(ORDER, COUNTS, b, h, line_b, line_h, column, tiles, M // BLOCK_M)
+        start, first, plain, visited = visit(ORDER, COUNTS, b, h, line_b, line_h, column, tiles, M // BLOCK_M)
         count = visited
         if ORDER is not None:
             count += tl.load(NEEDY_COUNTS + bh)
@@ -203,9 +203,9 @@ def attention_backward_kv(
         vv_at = V + b.to(tl.int64) * v_b + (h // GROUP_V).to(tl.int64) * v_h
         for i in tl.range(0, plain):
             dk, dv = backward_kv_tile(
-                dk, dv, k, v, tile_at(ORDER, start, i) * BLOCK_M, True, Q, K, V, DO, q_at, kv_at, vv_at, do_at, ROWS,
-                Q_DESC, DO_DESC, T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, g_m, g_d, b, h, bh, n, block % SLICES,
-                M, N, lines, length, exponent, threshold, keep_scale,
+                dk, dv, k, v, plain_at(ORDER, start, i, first, RUN) * BLOCK_M, True, Q, K, V, DO, q_at, kv_at, vv_at,
+                do_at, ROWS, Q_DESC, DO_DESC, T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, g_m, g_d, b, h, bh, n,
+                block % SLICES, M, N, lines, length, exponent, threshold, keep_scale,
                 BODY, BODY_GRADIENT, POST, POST_GRADIENT, EXACT, JOINT, DROPOUT, PRECISION, SHARED, WANT_DK, WANT_DV,
                 D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
@@ -292,7 +292,7 @@ def attention_backward_q(
     EXACT: tl.constexpr, JOINT: tl.constexpr, ONLY_DELTA: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of query rows. Gradients of captured tensors that need a scatter are added to G on the way.
 
@@ -329,7 +329,7 @@ def attention_backward_q(
     dq = zero_chunks(BLOCK_M, CHUNKS)
 
     tiles = tl.cdiv(N, BLOCK_N)
-    start, plain, count = visit(ORDER, COUNTS, b, h, line_b, line_h, m0 // BLOCK_M, tiles, N // BLOCK_N)
+    start, first, plain, count = visit(ORDER, COUNTS, b, h, line_b, line_h, m0 // BLOCK_M, tiles, N // BLOCK_N)
     if ORDER is not None:
         row_max = tl.load(LSE + row, mask=m < M, other=0.0)
         needy = tl.max(((m < M) & ((row_max - fill > 128.0) == 0)).to(tl.int32), 0)
@@ -340,9 +340,9 @@ def attention_backward_q(
     adds = block % SLICES == 0  # the gradients of captures are added once
     for i in tl.range(0, plain):
         dq, total = backward_q_tile(
-            dq, total, q, do, tile_at(ORDER, start, i) * BLOCK_N, keys, base, delta, inverse_sum, K, q_at, k_at, v_at,
-            do_at, K_DESC, V_DESC, T, S, G, GS, Z, q_m, q_d, k_n, k_d, v_n, v_d, g_m, g_d, b, h, h_k, h_v, m,
-            block % SLICES, adds, M, N, exponent, threshold, keep_scale,
+            dq, total, q, do, plain_at(ORDER, start, i, first, RUN) * BLOCK_N, keys, base, delta, inverse_sum, K, q_at,
+            k_at, v_at, do_at, K_DESC, V_DESC, T, S, G, GS, Z, q_m, q_d, k_n, k_d, v_n, v_d, g_m, g_d, b, h, h_k, h_v,
+            m, block % SLICES, adds, M, N, exponent, threshold, keep_scale,
             BODY, BODY_GRADIENT, POST_GRADIENT, EXACT, JOINT, ONLY_DELTA, DROPOUT, PRECISION,
             D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip

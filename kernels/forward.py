@@ -26,7 +26,7 @@ from torchflash.kernels.tiles import (
     store_chunks,
     zero_chunks,
 )
-from torchflash.kernels.visits import SIZES, tile_at, visit
+from torchflash.kernels.visits import SIZES, plain_at, tile_at, visit
 
 UNSPECIALIZED = ("H", "GROUP_K", "GROUP_V", "M", "N", "threshold", "lines", "line_b", "line_h", *SIZES)
 
@@ -92,7 +92,7 @@ def attention_forward(
     exponent, fill, huge, threshold, keep_scale,
     SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    SLICES: tl.constexpr, STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(M, BLOCK_M) * SLICES
@@ -120,20 +120,20 @@ def attention_forward(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = zero_chunks(BLOCK_M, CHUNKS_V)  # [BLOCK_M, DV]
     tiles = tl.cdiv(N, BLOCK_N)
-    start, plain, visited = visit(ORDER, COUNTS, b, h, line_b, line_h, m0 // BLOCK_M, tiles, N // BLOCK_N)
+    start, first, plain, visited = visit(ORDER, COUNTS, b, h, line_b, line_h, m0 // BLOCK_M, tiles, N // BLOCK_N)
     for i in tl.range(0, plain):
         row_max, row_sum, acc = forward_tile(
-            row_max, row_sum, acc, q, keys, tile_at(ORDER, start, i) * BLOCK_N, q_at, k_at, v_at, K_DESC, V_DESC,
-            T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent, threshold,
-            BODY, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, False,
+            row_max, row_sum, acc, q, keys, plain_at(ORDER, start, i, first, RUN) * BLOCK_N, q_at, k_at, v_at,
+            K_DESC, V_DESC, T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent,
+            threshold, BODY, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
     unit: tl.constexpr = 1.0 if EXACT else LOG2E  # of the row maximum
     # Only if a row has then not seen a score far above the fill, also the tiles that keep nothing: there the fill
     # weighs something, and skipping would be wrong. The order of tiles does not matter.
-    first = plain
-    last = visited
+    begin = plain
+    end = visited
     for _ in tl.static_range(1 if ORDER is None else 2):  # unrolled: a loop of loops serialises wgmma
-        for i in tl.range(first, last):
+        for i in tl.range(begin, end):
             row_max, row_sum, acc = forward_tile(
                 row_max, row_sum, acc, q, keys, tile_at(ORDER, start, i) * BLOCK_N, q_at, k_at, v_at, K_DESC, V_DESC,
                 T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent, threshold,
@@ -141,8 +141,8 @@ def attention_forward(
             )  # fmt: skip
         if ORDER is not None:
             needy = tl.max(((m < M) & ((row_max - fill * unit > 128.0 * unit) == 0)).to(tl.int32), 0)
-            first = visited
-            last = tl.where(needy > 0, tiles, visited)
+            begin = visited
+            end = tl.where(needy > 0, tiles, visited)
 
     is_nan = (row_sum != row_sum) | (row_sum == 0.0)  # a NaN or +inf score, or nothing but -inf
     inverse = tl.where(is_nan, float("nan"), 1.0 / row_sum)

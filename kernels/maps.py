@@ -49,7 +49,7 @@ class Maps:
     def of_rows(self, tile: Tile, o: Operands) -> dict[str, Any]:
         """For kernels of query rows: the order of the key tiles of each row of tiles."""
         found = self._order((tile.block_m, tile.block_n), False, o)
-        return {k: found[k] for k in ("ORDER", "COUNTS", "line_b", "line_h")}
+        return {k: found[k] for k in ("ORDER", "COUNTS", "line_b", "line_h", "RUN")}
 
     def of_columns(self, tile: Tile, o: Operands, lse: Tensor, statistics: Tensor) -> dict[str, Any]:
         """For the kernel of keys: the order of the query tiles of each column, and the rows that need all columns."""
@@ -101,7 +101,7 @@ class Maps:
             whole = self.M // blocks[0] if columns else self.N // blocks[1]
             return {
                 "lines": lines, "tiles": tiles, "whole": whole, "to_line": strides[0], "to_tile": strides[1],
-                "WIDTH": WIDTH, "num_warps": 1,
+                "RUN": not self.loads, "WIDTH": WIDTH, "num_warps": 1,
             }  # fmt: skip
 
         changing = {"STATES": states, "ORDER": order, "COUNTS": counts}
@@ -109,6 +109,7 @@ class Maps:
         found = o.made[key] = {
             "STATES": states, "ORDER": order, "COUNTS": counts,
             "line_b": lines * self.heads if self.batches > 1 else 0, "line_h": lines if self.heads > 1 else 0,
+            "RUN": not self.loads,
         }  # fmt: skip
         if lasting is not None:
             _known[lasting] = found

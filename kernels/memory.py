@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 _empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def empty_strided(like: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_strided(like: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """On the device of `like`; not a view, so that users may write in place."""
     if type(like) is Tensor and like.is_cuda and _empty_cuda is not None:
         if like.get_device() == torch._C._cuda_getDevice():
@@ -21,6 +20,6 @@ def empty_strided(like: Tensor, size: Sequence[int], stride: Sequence[int], dtyp
     return like.new_empty_strided(size, stride, dtype=dtype)
 
 
-def empty(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty(like: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Contiguous, on the device of `like`."""
-    return empty_strided(like, size, [math.prod(size[i + 1 :]) for i in range(len(size))], dtype)
+    return empty_strided(like, size, tuple([math.prod(size[i + 1 :]) for i in range(len(size))]), dtype)

@@ -20,7 +20,7 @@ from torchflash.kernels.visits import SIZES
 
 MAX_SIZES = len(SIZES)
 REMEMBERED = 1024
-NO_ROWS: dict[str, Any] = {"ORDER": None, "COUNTS": None, "line_b": 0, "line_h": 0}
+NO_ROWS: dict[str, Any] = {"ORDER": None, "COUNTS": None, "line_b": 0, "line_h": 0, "RUN": True}
 NO_COLUMNS: dict[str, Any] = {**NO_ROWS, "STATES": None, "NEEDY": None, "NEEDY_COUNTS": None}
 _setups: OrderedDict[Any, Setup] = OrderedDict()
 

@@ -69,17 +69,29 @@ def tile_states(
 
 
 @triton.jit(do_not_specialize=("lines", "tiles", "whole", "to_line", "to_tile"))
-def tile_order(STATES, ORDER, COUNTS, lines, tiles, whole, to_line, to_tile, WIDTH: tl.constexpr):
+def tile_order(
+    STATES, ORDER, COUNTS, lines, tiles, whole, to_line, to_tile, RUN: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """One program per line; `to_line` and `to_tile` are strides of STATES. A tile that is not `whole`, the last one,
-    counts as cut, so that kernels look for the end of the keys (or queries) there."""
+    counts as cut, so that kernels look for the end of the keys (or queries) there. With RUN, so do plain tiles that do
+    not follow one another without a gap: kernels need not look up the others."""
     program = tl.program_id(0).to(tl.int64)
     states = STATES + program // lines * lines * tiles + (program % lines) * to_line
     plain = program.to(tl.int32) * 0
     partial = plain
+    first = plain
+    if RUN:
+        first += tiles
+        for start in range(0, tiles, WIDTH):
+            tile = start + tl.arange(0, WIDTH)
+            state = tl.load(states + tile * to_tile, mask=tile < tiles, other=0).to(tl.int32)
+            first = tl.minimum(first, tl.min(tl.where((state == 2) & (tile < whole), tile, tiles), 0))
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)
         state = tl.load(states + tile * to_tile, mask=tile < tiles, other=0).to(tl.int32)
         is_plain = (state == 2) & (tile < whole)
+        if RUN:
+            is_plain &= plain + tl.cumsum(is_plain.to(tl.int32), 0) == tile - first + 1
         plain += tl.sum(is_plain.to(tl.int32), 0)
         partial += tl.sum(((state > 0) & (is_plain == 0)).to(tl.int32), 0)
     tl.store(COUNTS + program * 2, plain)
@@ -91,7 +103,10 @@ def tile_order(STATES, ORDER, COUNTS, lines, tiles, whole, to_line, to_tile, WID
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)
         state = tl.load(states + tile * to_tile, mask=tile < tiles, other=-1).to(tl.int32)
-        is_plain = ((state == 2) & (tile < whole)).to(tl.int32)
+        is_plain = (state == 2) & (tile < whole)
+        if RUN:
+            is_plain &= (tile >= first) & (tile < first + plain)
+        is_plain = is_plain.to(tl.int32)
         is_partial = (state > 0).to(tl.int32) - is_plain
         is_rest = (state == 0).to(tl.int32)
         place = is_plain * (next_plain + tl.cumsum(is_plain, 0) - 1)
@@ -124,16 +139,27 @@ def needy_rows(LSE, ROWS, NEEDY, COUNTS, M, length, fill, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def visit(ORDER, COUNTS, b, h, line_b, line_h, line, tiles, whole):
-    """(where the order of a line of tiles begins, how many tiles are plain, how many are visited).
+    """(where the order of a line of tiles begins, its first tile, how many tiles are plain, how many are visited).
 
     Without a map all are visited, and the `whole` first ones are plain."""
     at = b.to(tl.int64) * line_b + h.to(tl.int64) * line_h + line
+    first = line * 0
     plain = whole
     visited = tiles
     if ORDER is not None:
+        first = tl.load(ORDER + at * tiles)
         plain = tl.load(COUNTS + at * 2)
         visited = tl.load(COUNTS + at * 2 + 1)
-    return at * tiles, plain, visited
+    return at * tiles, first, plain, visited
+
+
+@triton.jit
+def plain_at(ORDER, start, i, first, RUN: tl.constexpr):
+    """The plain tile `i` of a line whose `first` one is known."""
+    tile = first + i
+    if RUN == 0:
+        tile = tl.load(ORDER + start + i)
+    return tile
 
 
 @triton.jit

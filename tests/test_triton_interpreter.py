@@ -233,6 +233,44 @@ def test_tiles_that_are_not_kept_are_not_read():
 
 
 @interpreted
+@pytest.mark.parametrize("run", [False, True])
+@pytest.mark.parametrize("columns", [False, True])
+def test_order_of_tiles(run: bool, columns: bool):
+    """Against a plain sort, for states at random: several runs of plain tiles in a line, or none."""
+    from torchflash.kernels.visits import tile_order
+
+    torch.manual_seed(0)
+    states = torch.randint(0, 3, (2, 7, 11), dtype=torch.int8)
+    states[0, 0], states[0, 1], states[1, 2] = 2, 0, 1
+    by_line = states.mT if columns else states
+    _, lines, tiles = by_line.shape
+    to_line, to_tile = (1, 11) if columns else (11, 1)
+    order, counts = (torch.full((2, lines, n), -1, dtype=torch.int32) for n in (tiles, 2))
+    whole = tiles - 1
+    tile_order[(2 * lines,)](
+        states, order, counts, lines=lines, tiles=tiles, whole=whole, to_line=to_line, to_tile=to_tile, RUN=run, WIDTH=4
+    )
+    for b in range(2):
+        for line in range(lines):
+            found = by_line[b, line].tolist()
+            plain = [i for i, state in enumerate(found) if state == 2 and i < whole]
+            if run:
+                plain = [i for i in plain if i - plain[0] == plain.index(i)]
+            cut = [i for i, state in enumerate(found) if state and i not in plain]
+            rest = [i for i, state in enumerate(found) if not state]
+            assert order[b, line].tolist() == plain + cut + rest
+            assert counts[b, line].tolist() == [len(plain), len(plain + cut)]
+
+
+@interpreted
+@pytest.mark.parametrize("keep", ["(n < 70) | (n >= 130)", "(m < 40) | (m >= 90)", "(n % 96 < 64) & (n <= m)"])
+def test_masks_with_gaps(keep: str):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 130, 8), torch.randn(1, 2, 200, 8), torch.randn(1, 2, 200, 8)
+    check(Inputs(q, k, v, score=f"where({keep}, 0.3 * s, -1e9)", keep=keep, fill=-1e9))
+
+
+@interpreted
 def test_a_tile_that_does_not_fit_falls_back(monkeypatch, caplog):
     from triton.runtime.errors import OutOfResources
 
