@@ -223,6 +223,7 @@ def write_plot(rows, title, path):
 
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(11, 4.5))
     lengths = list(dict.fromkeys(row.length for row in rows))
+    scale = "log" if any(row.status == "ok" for row in rows) else "linear"  # a logarithmic axis needs something on it
     for i, impl in enumerate(dict.fromkeys(row.impl for row in rows)):
         ran = [row for row in rows if row.impl == impl and row.status == "ok"]
         failed = [row.length for row in rows if row.impl == impl and row.status == OUT_OF_MEMORY]
@@ -232,7 +233,7 @@ def write_plot(rows, title, path):
         upper = [0.97 - 0.03 * i] * len(failed)
         memory.plot(failed, upper, "x", color=f"C{i}", transform=memory.get_xaxis_transform())
     for axes, name in ((memory, "peak memory of a step, MiB (×: out of memory)"), (speed, "tokens/s")):
-        axes.set(xscale="log", yscale="log", xlabel="sequence length", title=name)
+        axes.set(xscale="log", yscale=scale, xlabel="sequence length", title=name)
         axes.set_xticks(lengths, [str(n) for n in lengths])
         axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)

@@ -203,6 +203,16 @@ wrote results/memory_comparison.csv and results/memory_comparison.png""")
         assert rows[3] == ("128", "eager", "out of memory") and rows[4] == ("128", "inductor", "out of memory")
         assert is_png(self.folder / "memory_comparison.png")
 
+    def test_nothing_fits(self):
+        pytest.importorskip("matplotlib")
+
+        def measure(impl, length, o):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        _, text = self.main(measure)
+        assert text.count("out of memory") >= 6 and text.endswith("results/memory_comparison.png")
+        assert is_png(self.folder / "memory_comparison.png")
+
     def test_interrupted(self):
         def measure(impl, length, o):
             if impl == "torchflash":
