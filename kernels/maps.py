@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchflash import score as sc
-from torchflash.kernels import lower
+from torchflash.kernels import even, lower
 from torchflash.kernels.forms import Form
 from torchflash.kernels.launcher import cdiv, start
 from torchflash.kernels.visits import needy_rows, tile_order, tile_states
@@ -17,6 +17,7 @@ from torchflash.score import Expr
 
 if TYPE_CHECKING:
     from torchflash.kernels.configs import Tile
+    from torchflash.kernels.even import Shape
     from torchflash.kernels.reference import Problem
 
 REMEMBERED = 64
@@ -66,6 +67,8 @@ class Maps:
     def __init__(self, mask: Mask, T: tuple[Tensor, ...], S: tuple[int, ...], sizes: dict[str, int], problem: Problem):
         self.mask, self.T, self.S, self.sizes, self.problem = mask, T, S, sizes, problem
         self.made: dict[Any, Any] = {}
+        self.even: Shape | None = None  # whose rows are to be marked
+        self.uneven: Tensor | None = None  # [batches, heads, M]
         layouts = tuple((c.dtype, c.data_ptr() % 16 == 0) for c in T)
         self.key = (mask.form, problem.M, problem.N, mask.batches, mask.heads, S, layouts, *sizes.values())
 
@@ -136,15 +139,20 @@ class Maps:
         rows, cols = cdiv(p.M, blocks[0]), cdiv(p.N, blocks[1])
         states = torch.empty((mask.batches, mask.heads, rows, cols), dtype=torch.int8, device=p.q.device)
         steps = cols if mask.loads else cdiv(cols, WIDTH)
+        if self.even is not None and self.uneven is None:
+            self.uneven = torch.zeros((mask.batches, mask.heads, p.M), dtype=torch.int8, device=p.q.device)
 
         def others() -> dict[str, Any]:
+            masked = self.even.value if self.even is not None else None
             return {
+                "MASKED": None if masked is None else even.value_function(mask.form, masked, mask.ranks),
                 "S": self.S, "HEADS": mask.heads, "M": p.M, "N": p.N, **self.sizes, **mask.functions(),
                 "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "ROWS": min(blocks[0], max(16, 2048 // blocks[1])),
                 "WIDTH": WIDTH,
             }  # fmt: skip
 
         grid = mask.batches * mask.heads * rows * steps
-        start(tile_states, (self.key, blocks), grid, {"STATES": states, "T": self.T}, others)
+        changing = {"STATES": states, "UNEVEN": self.uneven, "T": self.T}
+        start(tile_states, (self.key, blocks, self.even), grid, changing, others)
         self.made[blocks] = states
         return states
