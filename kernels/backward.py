@@ -232,26 +232,26 @@ def attention_backward_kv(
                 D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
 
-    if SUM is not None:  # even rows
-        for head in range(HEADS):
-            bh = b * H + h0 + head
-            if WANT_DV:
-                dv = add_row(dv, SUM + bh.to(tl.int64) * DV, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
-            if WANT_DK and QUERIES is not None:
+    if WANT_DV:
+        if SUM is not None:
+            for head in range(HEADS):
+                at = SUM + (b * H + h0 + head).to(tl.int64) * DV
+                dv = add_row(dv, at, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
+        dv_at = DV_ + b.to(tl.int64) * dv_b + (h0 // GROUP_V).to(tl.int64) * dv_h
+        dv = scale_all(dv, keep_scale)
+        store_chunks(dv_at, n, N, dv_n, dv_d, dv, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
+    if WANT_DK:
+        if QUERIES is not None:
+            for head in range(HEADS):
+                bh = b * H + h0 + head
                 at = V + b.to(tl.int64) * v_b + ((h0 + head) // GROUP_V).to(tl.int64) * v_h
                 dk = add_product(
                     dk, tl.load(SOME + bh), at, n, N, v_n, v_d, n < N, MEAN + (bh // GROUP).to(tl.int64) * DV,
                     QUERIES + bh.to(tl.int64) * DV * D, (block % SLICES) * CHUNKS[0], D, DV, CHUNKS, 32, PRECISION,
                 )  # fmt: skip
-
-    if WANT_DK:
         dk_at = DK + b.to(tl.int64) * dk_b + (h0 // GROUP_K).to(tl.int64) * dk_h
         dk = scale_all(dk, factor)
         store_chunks(dk_at, n, N, dk_n, dk_d, dk, (block % SLICES) * CHUNKS[0], D, CHUNKS)
-    if WANT_DV:
-        dv_at = DV_ + b.to(tl.int64) * dv_b + (h0 // GROUP_V).to(tl.int64) * dv_h
-        dv = scale_all(dv, keep_scale)
-        store_chunks(dv_at, n, N, dv_n, dv_d, dv, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
 
 
 @triton.jit

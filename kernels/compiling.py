@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torchflash.kernels import autotune, launch, launcher, maps, operands, reference
+from torchflash.kernels import autotune, even, launch, launcher, maps, operands, reference
 from torchflash.kernels import program as programs
 from torchflash.kernels.candidates import Work, shared_limit
 from torchflash.kernels.configs import Tile
@@ -245,7 +245,7 @@ def elsewhere(start: Callable[..., Any], capability: int | None = None) -> Itera
     """Kernels are started by `start`, which takes what launcher.start takes; for a GPU of another capability than is
     here, if one is given. What launches have remembered is put aside meanwhile."""
     with contextlib.ExitStack() as stack:
-        for module in (launch, maps):
+        for module in (launch, maps, even):
             stack.enter_context(mock.patch.object(module, "start", start))
         for module, memory in ((launch, "_fitting"), (operands, "_setups"), (maps, "_known")):
             stack.enter_context(mock.patch.object(module, memory, OrderedDict()))

@@ -99,7 +99,7 @@ def with_sums(acc, even, SUMS, line, parts, start_v, DV: tl.constexpr, CHUNKS_V:
     at = start_v
     for c in tl.static_range(len(CHUNKS_V)):
         d = at + tl.arange(0, CHUNKS_V[c])
-        total = tl.zeros([CHUNKS_V[c]], tl.float32)
+        total = tl.zeros([tl.constexpr(CHUNKS_V[c])], tl.float32)
         for part in range(parts):
             total += tl.load(SUMS + (line * parts + part).to(tl.int64) * DV + d, mask=d < DV, other=0.0)
         out += (tl.where(even[:, None] > 0, total[None, :], acc[c]),)  # type: ignore[assignment]

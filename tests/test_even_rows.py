@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -67,14 +68,14 @@ class Masked(Inputs):
         return ["q", "k", "v"]
 
 
-def left_padded(B: int, M: int, N: int, pads: tuple[int, ...]) -> Tensor:
+def left_padded(M: int, N: int, pads: tuple[int, ...]) -> Tensor:
     """[B, 1, M, N] bool: causal, the last query at the last key, and without the first keys of each batch."""
     m, n = torch.arange(M)[:, None], torch.arange(N)
     return torch.stack([(n <= m + N - M) & (n >= pad) for pad in pads])[:, None]
 
 
 def masked(
-    way: tuple[str, str, float], kept: Tensor, dtype: torch.dtype = F32, D: int = 16, DV: int = 16, H: int = 2,
+    way: tuple[str, str, float], kept: Tensor, dtype: torch.dtype = F32, D: int = 16, DV: int = 16, H: int = 1,
     heads: tuple[int, int] | None = None, low: float = MIN,
 ) -> Masked:  # fmt: skip
     torch.manual_seed(0)
@@ -86,8 +87,8 @@ def masked(
 
 
 def padded(way: tuple[str, str, float], dtype: torch.dtype = F32, **sizes: Any) -> Masked:
-    """Batches with 37 rows of nothing but padding, with none, and with no key at all."""
-    return masked(way, left_padded(3, 50, 50, (37, 0, 50)), dtype, **sizes)
+    """A batch with 19 rows of nothing but padding, and one that has no key at all."""
+    return masked(way, left_padded(34, 34, (19, 34)), dtype, **sizes)
 
 
 @pytest.fixture
@@ -122,11 +123,12 @@ def forward_and_backward(x: Inputs) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, x.leaves(), torch.randn(out.shape).to(out.dtype))
 
 
-def without(monkeypatch) -> Any:
+@contextmanager
+def without(monkeypatch) -> Iterator[None]:
     """The kernels compute all rows alike."""
-    patch = monkeypatch.context()
-    patch.__enter__().setattr(even, "shape", lambda form: None)
-    return patch
+    with monkeypatch.context() as patch:
+        patch.setattr(even, "shape", lambda form: None)
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------------- eligibility
@@ -171,9 +173,9 @@ def test_left_padding(way: str, dtype: torch.dtype):
 @pytest.mark.parametrize("way", WAYS)
 def test_more_queries_than_keys_and_rows_here_and_there(way: str):
     torch.manual_seed(0)
-    kept = torch.rand(2, 1, 70, 45) < 0.3
+    kept = torch.rand(1, 1, 52, 40) < 0.3
     kept[0, :, 3::5] = False
-    kept[1, :, 16:40] = False
+    kept[0, :, 16:34] = False
     check(masked(WAYS[way], kept))
 
 
@@ -181,7 +183,7 @@ def test_more_queries_than_keys_and_rows_here_and_there(way: str):
 @pytest.mark.parametrize("heads", [(4, 4), (2, 2), (1, 1), (2, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("way", ["added", "filled"])
 def test_grouped_heads(way: str, heads: tuple[int, int]):
-    check(padded(WAYS[way], H=4, heads=heads))
+    check(masked(WAYS[way], left_padded(34, 34, (19,)), H=4, heads=heads))
 
 
 @interpreted
@@ -189,29 +191,29 @@ def test_grouped_heads(way: str, heads: tuple[int, int]):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["added", "filled"])
 def test_head_dimensions(way: str, dtype: torch.dtype, dims: tuple[int, int]):
-    check(masked(WAYS[way], left_padded(1, 20, 35, (30,)), dtype, *dims))
+    check(masked(WAYS[way], left_padded(20, 35, (30,)), dtype, *dims))
 
 
 @interpreted
 @pytest.mark.parametrize("way", ["added", "where_added", "filled"])
 def test_masks_that_differ_between_heads_and_lie_anyhow(way: str):
     torch.manual_seed(0)
-    x = padded(WAYS[way])
-    kept = left_padded(3, 50, 50, (37, 0, 50)).expand(3, 2, 50, 50).clone()
+    x = padded(WAYS[way], H=2)
+    kept = left_padded(34, 34, (19, 34)).expand(2, 2, 34, 34).clone()
     kept[:, 1] = kept[:, 1].flip(-2)
     mask = torch.zeros(kept.shape).masked_fill(~kept, MIN) if way == "added" else kept
     x.captures = [mask.transpose(2, 3).contiguous().transpose(2, 3)]
     x.score, x.keep = (t.replace("t0[b, 0", "t0[b, h") for t in (x.score, x.keep))
     x.q, x.k = x.q.transpose(1, 2).contiguous().transpose(1, 2), x.k.mT.contiguous().mT
-    x.v = torch.randn(3, 2, 100, 32)[:, :, ::2, ::2]
-    for do in (None, torch.ones(()).expand(3, 2, 50, 16), torch.randn(3, 50, 2, 16).transpose(1, 2)):
+    x.v = torch.randn(2, 2, 68, 32)[:, :, ::2, ::2]
+    for do in (None, torch.ones(()).expand(2, 2, 34, 16), torch.randn(2, 34, 2, 16).transpose(1, 2)):
         check(x, do=do)
 
 
 @interpreted
 def test_a_mask_that_batches_share():
     x = padded(FILLED)
-    x.captures = [x.captures[0][:1].expand(3, 1, 50, 50)]
+    x.captures = [x.captures[0][:1].expand(2, 1, 34, 34)]
     check(x)
 
 
@@ -222,7 +224,7 @@ def test_biases_and_gradients_of_captured_tensors(way: str):
     x = padded(WAYS[way])
     check(Inputs(**vars(x)))  # of the added mask itself
     if way == "filled":
-        x.captures.append(torch.randn(2, 50, 50))
+        x.captures.append(torch.randn(1, 34, 34))
         x.score = x.score.replace("0.25 * s", "0.25 * s + t1[h, m, n]")
         check(Inputs(**vars(x)))
 
@@ -235,11 +237,11 @@ def test_biases_and_gradients_of_captured_tensors(way: str):
 def test_no_tile_is_computed_for_even_rows(way: str, visits, monkeypatch):
     """As many as if padding had been cut off: of 50 rows 37 are even."""
     for pad in (48, 37):
-        kept = left_padded(1, 50, 50, (pad,))
+        kept = left_padded(50, 50, (pad,))
         x = masked(WAYS[way], kept, BF16)
         rows, columns = (-(-50 // size) for size in (16, 32))
         kept = torch.nn.functional.pad(kept[0, 0], (0, columns * 32 - 50, 0, rows * 16 - 50))
-        tiles = 2 * int(kept.view(rows, 16, columns, 32).any(3).any(1).sum())
+        tiles = int(kept.view(rows, 16, columns, 32).any(3).any(1).sum())
         assert visits(lambda: forward_and_backward(x)) == dict.fromkeys(  # noqa: B023
             ("forward", "backward_kv", "backward_q"), tiles
         )
@@ -251,7 +253,7 @@ def test_no_tile_is_computed_for_even_rows(way: str, visits, monkeypatch):
 @pytest.mark.parametrize("way", ["added", "filled"])
 def test_sums_end_at_once_where_no_row_is_even(way: str):
     """Nothing is summed: what was never written is not read either."""
-    x = masked(WAYS[way], left_padded(2, 50, 50, (0, 0)))
+    x = masked(WAYS[way], left_padded(50, 50, (0, 0)))
     reads: list[int] = []
     from torchflash.kernels import moments
 
@@ -282,7 +284,7 @@ def uneven(x: Inputs, visits, monkeypatch, batch: int = 0) -> None:
 @interpreted
 def test_masked_values_that_differ_within_a_row(visits, monkeypatch):
     """Softmax weighs the least low one alone, at whatever key: also where no row of tiles keeps anything."""
-    x = masked(ADDED, left_padded(1, 50, 50, (37,)))
+    x = masked(ADDED, left_padded(50, 50, (37,)))
     (mask,) = x.captures
     mask[0, 0, :37, 40] = MIN / 2
     mask[0, 0, 5] = MIN
@@ -294,9 +296,9 @@ def test_masked_values_that_differ_within_a_row(visits, monkeypatch):
 
 @interpreted
 def test_masks_of_infinity_are_nan():
-    x = masked(ADDED, left_padded(1, 50, 50, (37,)), low=-INF)
+    x = masked(ADDED, left_padded(50, 50, (37,)), low=-INF)
     assert run_op(x)[0, :, :37].isnan().all()
-    x = masked(ADDED, left_padded(1, 50, 50, (37,)))
+    x = masked(ADDED, left_padded(50, 50, (37,)))
     x.captures[0][0, 0, 7] = -INF
     x.captures[0][0, 0, 8, 3] = -INF
     check(x)
@@ -305,11 +307,11 @@ def test_masks_of_infinity_are_nan():
 @interpreted
 @pytest.mark.parametrize("bad", [INF, float("nan"), 3e18])
 @pytest.mark.parametrize("where", ["q", "k"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["added", "where_added", "filled"])
 def test_bad_queries_and_keys(way: str, where: str, bad: float, visits, monkeypatch):
     """They spoil a row where the mask is added, and not where it fills in; 3e18 squared is not lost in the mask."""
     added = "added" in way
-    x = masked(WAYS[way], left_padded(2, 50, 50, (37, 20)))
+    x = masked(WAYS[way], left_padded(50, 50, (37,)))
     if where == "q":
         x.q[0, 0, 5, 3] = bad
         x.k[0, 0, 9, 3] = bad if bad == 3e18 else 1.0
@@ -335,11 +337,11 @@ def run_without(x: Inputs, monkeypatch) -> Tensor:
 @pytest.mark.parametrize("way", ["added", "filled"])
 @pytest.mark.parametrize("bad", [INF, float("nan")])
 def test_bad_values_reach_every_even_row(way: str, bad: float):
-    x = masked(WAYS[way], left_padded(2, 50, 50, (37, 20)))
-    x.v[0, 1, 44, 7] = bad
+    x = masked(WAYS[way], left_padded(50, 50, (37, 20)))
+    x.v[0, 0, 44, 7] = bad
     out = run_op(x)
-    assert not out[0, 1, :37, 7].isfinite().any() and out[0, 0].isfinite().all() and out[1].isfinite().all()
-    assert out[0, 1, :37, :7].isfinite().all()
+    assert not out[0, 0, :37, 7].isfinite().any() and out[1].isfinite().all()
+    assert out[0, 0, :37, :7].isfinite().all()
 
 
 @interpreted
@@ -353,19 +355,19 @@ def test_dropout_is_drawn_for_padding_too(way: str):
 @interpreted
 @pytest.mark.parametrize("way", WAYS)
 def test_statistics_are_those_of_the_scores(way: str):
-    x = masked(WAYS[way], left_padded(1, 50, 50, (37,)), BF16)
+    x = masked(WAYS[way], left_padded(50, 50, (37,)), BF16)
     _, (row_max, row_sum) = torch.ops.torchflash.attention(
         x.q, x.k, x.v, x.captures, [], x.score, x.keep, x.fill, "p", 0.0, None, x.layout, x.tuning
     )
     low = float(torch.tensor(x.fill if way != "added" else MIN).to(F32))
-    torch.testing.assert_close(row_max[0, :, :37], torch.full((2, 37), low))
-    torch.testing.assert_close(row_sum[0, :, :37], torch.full((2, 37), 50.0))
+    torch.testing.assert_close(row_max[0, :, :37], torch.full((1, 37), low))
+    torch.testing.assert_close(row_sum[0, :, :37], torch.full((1, 37), 50.0))
 
 
 @interpreted
 def test_a_kept_score_as_low_as_the_fill_has_its_gradient():
     """A row may keep one key whose score is what the mask fills in: it is even, but its score is not a constant."""
-    kept = left_padded(1, 50, 50, (37,))
+    kept = left_padded(50, 50, (37,))
     kept[0, 0, 3, 4] = True
     x = masked(FILLED_F16, kept)
     with torch.no_grad():
