@@ -147,13 +147,12 @@ def backward_kv_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=(*UNSPECIALIZED, "HEADS", "GROUP"))
+@triton.jit(do_not_specialize=(*UNSPECIALIZED, "HEADS"))
 def attention_backward_kv(
-    Q, K, V, DO, ROWS, DK, DV_, Q_DESC, DO_DESC, T, S, STATES, ORDER, COUNTS, NEEDY, NEEDY_COUNTS,
-    SOME, SUM, QUERIES, MEAN,
+    Q, K, V, DO, ROWS, DK, DV_, Q_DESC, DO_DESC, T, S, STATES, ORDER, COUNTS, NEEDY, NEEDY_COUNTS, SUM,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
-    H, HEADS, GROUP, GROUP_K, GROUP_V, M, N, lines, length, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
+    H, HEADS, GROUP_K, GROUP_V, M, N, lines, length, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
     factor, exponent, threshold, keep_scale,
     SCORE: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BODY: tl.constexpr, BODY_GRADIENT: tl.constexpr,
     POST: tl.constexpr, POST_GRADIENT: tl.constexpr,
@@ -232,6 +231,10 @@ def attention_backward_kv(
                 D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
 
+    if WANT_DK:
+        dk_at = DK + b.to(tl.int64) * dk_b + (h0 // GROUP_K).to(tl.int64) * dk_h
+        dk = scale_all(dk, factor)
+        store_chunks(dk_at, n, N, dk_n, dk_d, dk, (block % SLICES) * CHUNKS[0], D, CHUNKS)
     if WANT_DV:
         if SUM is not None:
             for head in range(HEADS):
@@ -240,18 +243,6 @@ def attention_backward_kv(
         dv_at = DV_ + b.to(tl.int64) * dv_b + (h0 // GROUP_V).to(tl.int64) * dv_h
         dv = scale_all(dv, keep_scale)
         store_chunks(dv_at, n, N, dv_n, dv_d, dv, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
-    if WANT_DK:
-        if QUERIES is not None:
-            for head in range(HEADS):
-                bh = b * H + h0 + head
-                at = V + b.to(tl.int64) * v_b + ((h0 + head) // GROUP_V).to(tl.int64) * v_h
-                dk = add_product(
-                    dk, tl.load(SOME + bh), at, n, N, v_n, v_d, n < N, MEAN + (bh // GROUP).to(tl.int64) * DV,
-                    QUERIES + bh.to(tl.int64) * DV * D, (block % SLICES) * CHUNKS[0], D, DV, CHUNKS, 32, PRECISION,
-                )  # fmt: skip
-        dk_at = DK + b.to(tl.int64) * dk_b + (h0 // GROUP_K).to(tl.int64) * dk_h
-        dk = scale_all(dk, factor)
-        store_chunks(dk_at, n, N, dk_n, dk_d, dk, (block % SLICES) * CHUNKS[0], D, CHUNKS)
 
 
 @triton.jit
@@ -382,9 +373,10 @@ def attention_backward_q(
     else:
         dq_at = DQ + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
         if KEYS is not None:
-            even = tl.load(EVEN + bh.to(tl.int64) * length + m) > 0
+            flags = EVEN + bh.to(tl.int64) * length
+            some = tl.max(tl.load(flags + m).to(tl.int32), 0)
             dq = add_product(
-                dq, tl.max(even.to(tl.int32), 0), do_at, m, M, g_m, g_d, even, None,
+                dq, some, do_at, m0, M, g_m, g_d, flags, None,
                 KEYS + (bh // GROUP).to(tl.int64) * DV * D, (block % SLICES) * CHUNKS[0], D, DV, CHUNKS, 32, PRECISION,
             )  # fmt: skip
         dq = scale_all(dq, factor)

@@ -219,7 +219,7 @@ class Moments:
         return {"EVEN": self.even, "KEYS": self.keys}
 
     def of_columns(self) -> dict[str, Any]:
-        return {"SOME": self.some, "SUM": self.rows, "QUERIES": self.queries, "MEAN": self.mean}
+        return {"SUM": self.rows}
 
 
 def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[bool]) -> Moments:
@@ -258,4 +258,24 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
     return Moments(even, some, rows, queries, keys, mean, group)
 
 
-__all__ = ["eligible", "flags", "of_backward", "of_forward", "shape"]
+def add_to_keys(o: Operands, moments_: Moments, dk: Tensor) -> None:
+    """Adds to dk what even rows add, which is a product of matrices: in the kernel of dK it would cost registers."""
+    if moments_.queries is None:
+        return
+    p, setup = o.problem, o.setup
+
+    def others() -> dict[str, Any]:
+        of = {"dk": dk, "v": p.v}
+        steps = {f"{x}_{a}": s for x, t in of.items() for a, s in zip("bhnd", t.stride(), strict=True)}
+        return {
+            **steps, "H": p.H, "HEADS": p.group_k, "GROUP": moments_.group, "GROUP_V": p.group_v, "N": p.N,
+            "factor": setup.form.factor, "D": setup.D, "DV": setup.DV, "PRECISION": setup.common["PRECISION"],
+            "BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4,
+        }  # fmt: skip
+
+    grid = p.B * (p.H // p.group_k) * cdiv(p.N, 64) * cdiv(setup.D, 64)
+    changing = {"DK": dk, "V": p.v, "SOME": moments_.some, "QUERIES": moments_.queries, "MEAN": moments_.mean}
+    start(moments.even_keys, (setup, dk.stride(), dk.data_ptr() % 16), grid, changing, others)
+
+
+__all__ = ["add_to_keys", "eligible", "flags", "of_backward", "of_forward", "shape"]

@@ -317,7 +317,7 @@ def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
             heads: int = heads, dims: dict[str, Any] = dims, want_dk: bool = want_dk, want_dv: bool = want_dv
         ) -> dict[str, Any]:
             return {
-                "HEADS": heads, "GROUP": saved.even.group, "SHARED": p.group_k == p.group_v, "WANT_DK": want_dk, "WANT_DV": want_dv,
+                "HEADS": heads, "SHARED": p.group_k == p.group_v, "WANT_DK": want_dk, "WANT_DV": want_dv,
                 "length": saved.length, "factor": setup.form.factor, "JOINT": setup.form.joint,
                 "SCORE": setup.value("score"), "SCORE_GRADIENT": setup.gradient("score"), "BODY": setup.value("body"),
                 "BODY_GRADIENT": setup.gradient("body"), "POST": setup.post, "POST_GRADIENT": setup.gradient("post"),
@@ -328,6 +328,7 @@ def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
         own = (want_dk, want_dv, saved.key, layout(dk, dv), saved.even.kind)
         if not run(bwd.attention_backward_kv, "backward_kv", o, grid, own, by_tile, changing, others):
             return False
+    even.add_to_keys(o, saved.even, dk)
     return True
 
 

@@ -190,12 +190,16 @@ def even_moments(
 
 @triton.jit
 def add_product(
-    acc, some, X, rows, limit, stride_row, stride_d, used, MEAN, MOMENT, start,
+    acc, some, X, first, limit, stride_row, stride_d, EVEN, MEAN, MOMENT, start,
     D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + (x - MEAN) MOMENT if `some`: x [ROWS, DV] in the rows that are `used`, MEAN [DV], MOMENT [DV, D], of which
-    the columns `start` … are taken."""
+    """acc + (x - MEAN) MOMENT if `some`, which is 0 or 1: x [ROWS, DV], the rows `first` … of X, or those of them that
+    are EVEN; MEAN [DV]; MOMENT [DV, D], of which the columns `start` … are taken."""
     product: tl.constexpr = "tf32" if PRECISION == "ieee" else PRECISION
+    rows = first + tl.arange(0, acc[0].shape[0])
+    used = rows < limit
+    if EVEN is not None:
+        used = tl.load(EVEN + rows) > 0
     for at in tl.range(0, DV * some, STEP, num_stages=1):
         x = load_chunk(X, rows, limit, stride_row, stride_d, at, DV, STEP, DV % STEP == 0, True).to(tl.float32)
         d_v = at + tl.arange(0, STEP)
@@ -212,3 +216,36 @@ def add_product(
             column = column + CHUNKS[i]
         acc = out
     return acc
+
+
+@triton.jit(do_not_specialize=("H", "HEADS", "GROUP", "GROUP_V", "N"))
+def even_keys(
+    DK, V, SOME, QUERIES, MEAN, dk_b, dk_h, dk_n, dk_d, v_b, v_h, v_n, v_d, H, HEADS, GROUP, GROUP_V, N, factor,
+    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """DK += Σ factor (v_n - v̄) QUERIES over the HEADS query heads of a head of k."""
+    slices: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    at = tl.program_id(0) % slices * BLOCK_D
+    rest = tl.program_id(0) // slices
+    n0 = rest % tl.cdiv(N, BLOCK_N) * BLOCK_N
+    head_k = rest // tl.cdiv(N, BLOCK_N)
+    first = head_k * HEADS  # b H + h
+    b = (first // H).to(tl.int64)
+    some = first * 0
+    for bh in range(first, first + HEADS):
+        some = tl.maximum(some, tl.load(SOME + bh))
+    if some > 0:
+        acc = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
+        for bh in range(first, first + HEADS):
+            v_at = V + b * v_b + (bh % H // GROUP_V).to(tl.int64) * v_h
+            acc = add_product(
+                acc, tl.load(SOME + bh), v_at, n0, N, v_n, v_d, None, MEAN + (bh // GROUP).to(tl.int64) * DV,
+                QUERIES + bh.to(tl.int64) * DV * D, at, D, DV, (BLOCK_D,), 32, PRECISION,
+            )  # fmt: skip
+        n = n0 + tl.arange(0, BLOCK_N)
+        d = at + tl.arange(0, BLOCK_D)
+        to = DK + b * dk_b + (first % H // HEADS).to(tl.int64) * dk_h
+        to = to + n[:, None].to(tl.int64) * dk_n + d[None, :].to(tl.int64) * dk_d
+        inside = (n[:, None] < N) & (d[None, :] < D)
+        dk = tl.load(to, mask=inside, other=0.0).to(tl.float32) + acc[0] * factor
+        tl.store(to, dk.to(DK.dtype.element_ty), mask=inside)
