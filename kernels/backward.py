@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from torchflash.kernels.forward import UNSPECIALIZED
+from torchflash.kernels.moments import add_product, even_sum
 from torchflash.kernels.tiles import (
     FAR,
     LOG2E,
@@ -34,15 +35,16 @@ from torchflash.kernels.tiles import (
 from torchflash.kernels.visits import plain_at, tile_at, visit
 
 
-@triton.jit(do_not_specialize=("H", "M", "lines"))
+@triton.jit(do_not_specialize=("H", "M", "N", "lines"))
 def attention_rows(
-    OUT, DO, LSE, ROWS, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, lines, length, exponent, huge,
+    OUT, DO, LSE, ROWS, EVEN, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, N, lines, length, exponent, fill, huge,
     EXACT: tl.constexpr, JOINT: tl.constexpr, DROPOUT: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """ROWS [3 or 6, lines = B H, length >= M]: the base of the exponents, delta, 1 / sum (unless JOINT, where it is in
     the base), and under DROPOUT the three keys of the row. Rows whose gradient is 0, as that of padding is, get the
-    base inf: then p is 0, and tiles of nothing else need not be visited."""
+    base inf: then p is 0, and tiles of nothing else need not be visited. So do even ones, if EVEN [lines, length] int8 is
+    there to mark them."""
     blocks = length // BLOCK_M
     bh = tl.program_id(0) // blocks
     m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,6 +60,7 @@ def attention_rows(
     row = bh.to(tl.int64) * M + m
     base = tl.load(LSE + row, mask=m < M, other=0.0)
     row_sum = tl.load(LSE + lines.to(tl.int64) * M + row, mask=m < M, other=1.0)
+    even = (row_sum == even_sum(N)) & (base <= fill)
     if not EXACT:
         base = tl.where(base == huge, -FAR * exponent, base * LOG2E)  # as the forward had it
     if JOINT:
@@ -67,6 +70,9 @@ def attention_rows(
     delta = tl.where(finite, delta, 0.0)
     base = tl.where(finite, base, float("nan"))
     dead = (alive == 0) & finite
+    if EVEN is not None:
+        dead |= even
+        tl.store(EVEN + bh.to(tl.int64) * length + m, (even & (m < M)).to(tl.int8))
     tl.store(at, tl.where((m < M) & (dead == 0), base, float("inf")))
     tl.store(at + lines.to(tl.int64) * length, delta)
     if not JOINT:
@@ -143,7 +149,7 @@ def backward_kv_tile(
 
 @triton.jit(do_not_specialize=(*UNSPECIALIZED, "HEADS"))
 def attention_backward_kv(
-    Q, K, V, DO, ROWS, DK, DV_, Q_DESC, DO_DESC, T, S, STATES, ORDER, COUNTS, NEEDY, NEEDY_COUNTS,
+    Q, K, V, DO, ROWS, DK, DV_, Q_DESC, DO_DESC, T, S, STATES, ORDER, COUNTS, NEEDY, NEEDY_COUNTS, SUM,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     H, HEADS, GROUP_K, GROUP_V, M, N, lines, length, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
@@ -230,6 +236,10 @@ def attention_backward_kv(
         dk = scale_all(dk, factor)
         store_chunks(dk_at, n, N, dk_n, dk_d, dk, (block % SLICES) * CHUNKS[0], D, CHUNKS)
     if WANT_DV:
+        if SUM is not None:
+            for head in range(HEADS):
+                at = SUM + (b * H + h0 + head).to(tl.int64) * DV
+                dv = add_row(dv, at, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
         dv_at = DV_ + b.to(tl.int64) * dv_b + (h0 // GROUP_V).to(tl.int64) * dv_h
         dv = scale_all(dv, keep_scale)
         store_chunks(dv_at, n, N, dv_n, dv_d, dv, (block % SLICES) * CHUNKS_V[0], DV, CHUNKS_V)
@@ -281,11 +291,11 @@ def backward_q_tile(
     return dq, total
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=(*UNSPECIALIZED, "GROUP"))
 def attention_backward_q(
-    Q, K, V, DO, LSE, ROWS, DQ, K_DESC, V_DESC, SEED, T, S, G, GS, ORDER, COUNTS,
+    Q, K, V, DO, LSE, ROWS, DQ, K_DESC, V_DESC, SEED, T, S, G, GS, ORDER, COUNTS, EVEN, KEYS,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_m, g_d, dq_b, dq_h, dq_m, dq_d,
-    H, GROUP_K, GROUP_V, M, N, lines, length, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
+    H, GROUP, GROUP_K, GROUP_V, M, N, lines, length, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
     factor, exponent, fill, threshold, keep_scale,
     SCORE: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BODY: tl.constexpr, BODY_GRADIENT: tl.constexpr,
     POST_GRADIENT: tl.constexpr,
@@ -332,9 +342,10 @@ def attention_backward_q(
     start, first, plain, count = visit(ORDER, COUNTS, b, h, line_b, line_h, m0 // BLOCK_M, tiles, N // BLOCK_N)
     if ORDER is not None:
         row_max = tl.load(LSE + row, mask=m < M, other=0.0)
-        needy = tl.max(((m < M) & ((row_max - fill > 128.0) == 0)).to(tl.int32), 0)
+        alive = base != float("inf")
+        needy = tl.max((alive & ((row_max - fill > 128.0) == 0)).to(tl.int32), 0)
         count = tl.where(needy > 0, tiles, count)
-        if tl.max((base != float("inf")).to(tl.int32), 0) == 0:
+        if tl.max(alive.to(tl.int32), 0) == 0:
             plain *= 0
             count *= 0
     adds = block % SLICES == 0  # the gradients of captures are added once
@@ -361,8 +372,27 @@ def attention_backward_q(
         tl.store(at, total, mask=(m < M) & (block % SLICES == 0))
     else:
         dq_at = DQ + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
+        if KEYS is not None:
+            flags = EVEN + bh.to(tl.int64) * length
+            some = tl.max(tl.load(flags + m).to(tl.int32), 0)
+            dq = add_product(
+                dq, some, do_at, m0, M, g_m, g_d, flags, None,
+                KEYS + (bh // GROUP).to(tl.int64) * DV * D, (block % SLICES) * CHUNKS[0], D, DV, CHUNKS, 32, PRECISION,
+            )  # fmt: skip
         dq = scale_all(dq, factor)
         store_chunks(dq_at, m, M, dq_m, dq_d, dq, (block % SLICES) * CHUNKS[0], D, CHUNKS)
+
+
+@triton.jit
+def add_row(x, ROW, start, D: tl.constexpr, CHUNKS: tl.constexpr):
+    """x [ROWS, D] plus ROW [D] in each row, of which the columns `start` … are taken."""
+    out = ()
+    at = start
+    for i in tl.static_range(len(x)):
+        d = at + tl.arange(0, CHUNKS[i])
+        out += (x[i] + tl.load(ROW + d, mask=d < D, other=0.0)[None, :],)  # type: ignore[assignment]
+        at = at + CHUNKS[i]
+    return out
 
 
 @triton.jit

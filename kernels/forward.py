@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchflash.kernels.moments import even_rows, even_sum, with_sums
 from torchflash.kernels.tiles import (
     FAR,
     LOG2E,
@@ -28,7 +29,7 @@ from torchflash.kernels.tiles import (
 )
 from torchflash.kernels.visits import SIZES, plain_at, tile_at, visit
 
-UNSPECIALIZED = ("H", "GROUP_K", "GROUP_V", "M", "N", "threshold", "lines", "line_b", "line_h", *SIZES)
+UNSPECIALIZED = ("H", "GROUP_K", "GROUP_V", "M", "N", "threshold", "lines", "line_b", "line_h", "parts", *SIZES)
 
 
 @triton.jit
@@ -86,9 +87,9 @@ def forward_tile(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward(
-    Q, K, V, OUT, LSE, Q_DESC, K_DESC, V_DESC, SEED, T, S, ORDER, COUNTS,
+    Q, K, V, OUT, LSE, Q_DESC, K_DESC, V_DESC, SEED, T, S, ORDER, COUNTS, UNEVEN, SUMS, MODERATE,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_m, o_d,
-    H, GROUP_K, GROUP_V, M, N, lines, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
+    H, GROUP_K, GROUP_V, M, N, lines, line_b, line_h, parts, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
     exponent, fill, huge, threshold, keep_scale,
     SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
@@ -132,6 +133,7 @@ def attention_forward(
     # weighs something, and skipping would be wrong. The order of tiles does not matter.
     begin = plain
     end = visited
+    even = tl.zeros([BLOCK_M], tl.int32)
     for _ in tl.static_range(1 if ORDER is None else 2):  # unrolled: a loop of loops serialises wgmma
         for i in tl.range(begin, end):
             row_max, row_sum, acc = forward_tile(
@@ -140,10 +142,24 @@ def attention_forward(
                 SCORE, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         if ORDER is not None:
-            needy = tl.max(((m < M) & ((row_max - fill * unit > 128.0 * unit) == 0)).to(tl.int32), 0)
+            needs = (m < M) & ((row_max - fill * unit > 128.0 * unit) == 0)
+            if UNEVEN is not None:
+                mask = (b * line_b + h * line_h) // tl.cdiv(M, BLOCK_M)
+                even = even_rows(UNEVEN, MODERATE, mask.to(tl.int64), q_at, b, h_k, m, M, q_m, q_d, H // GROUP_K, parts, D)
+                needs &= even == 0
+            needy = tl.max(needs.to(tl.int32), 0)
             begin = visited
             end = tl.where(needy > 0, tiles, visited)
 
+    if UNEVEN is not None:
+        if tl.max(even, 0) > 0:
+            one = tl.zeros([BLOCK_M, 1], tl.float32)
+            x = tl.max(SCORE(one, b, h, m[:, None], tl.zeros([1, 1], tl.int32), T, S, Z), 1)
+            if not EXACT:
+                x *= exponent
+            row_max = tl.where(even > 0, x, row_max)
+            row_sum = tl.where(even > 0, N.to(tl.float32), row_sum)
+            acc = with_sums(acc, even, SUMS, b * (H // GROUP_V) + h_v, parts, start_v, DV, CHUNKS_V)
     is_nan = (row_sum != row_sum) | (row_sum == 0.0)  # a NaN or +inf score, or nothing but -inf
     inverse = tl.where(is_nan, float("nan"), 1.0 / row_sum)
     acc = scale_rows(acc, inverse * keep_scale)
@@ -161,5 +177,7 @@ def attention_forward(
         lse_at = LSE + bh.to(tl.int64) * M + m
         if not EXACT:  # FAR (forms.py) times the exponent is exact, and so is this comparison
             row_max = tl.where(row_max == -FAR * exponent, huge, row_max * (1.0 / LOG2E))
+        if UNEVEN is not None:
+            row_sum = tl.where(even > 0, even_sum(N), row_sum)
         tl.store(lse_at, row_max, mask=m < M)
         tl.store(lse_at + lines.to(tl.int64) * M, row_sum, mask=m < M)

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from torchflash.kernels import autotune, configs, lower
+from torchflash.kernels import autotune, configs, even, lower
 from torchflash.kernels import backward as bwd
 from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forward import attention_forward
@@ -131,6 +131,7 @@ def extra_options() -> dict[str, Any]:
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
     o = Operands(problem)
+    even.mark(o)
     p, setup = problem, o.setup
 
     def grid(tile: configs.Tile) -> int:
@@ -139,14 +140,14 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
     def by_tile(tile: configs.Tile) -> dict[str, Any]:
         return {
             "Q_DESC": o.descriptor(p.q, tile.block_m, "q"), "K_DESC": o.descriptor(p.k, tile.block_n, "k"),
-            "V_DESC": o.descriptor(p.v, tile.block_n, "v"), **o.rows(tile),
+            "V_DESC": o.descriptor(p.v, tile.block_n, "v"), **o.rows(tile), **even.of_forward(o),
         }  # fmt: skip
 
     def others() -> dict[str, Any]:
         return {
             "fill": setup.form.far_fill, "huge": setup.form.huge, "SCORE": setup.value("score"),
-            "BODY": setup.value("body"), "POST": setup.post, **strides(q=p.q, k=p.k, v=p.v, o=out),
-            **setup.dims(setup.DV),
+            "BODY": setup.value("body"), "POST": setup.post, "parts": even.parts(p.N)[1],
+            **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.dims(setup.DV),
         }  # fmt: skip
 
     with device_guard(p.q.device):
@@ -157,31 +158,29 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
 class Saved:
     """What the backward kernels share: the upstream gradient, the statistics of the forward, and those of the rows."""
 
-    def __init__(self, o: Operands, do: Tensor, out: Tensor, lse: Tensor):
+    def __init__(self, o: Operands, do: Tensor, out: Tensor, lse: Tensor, need: Sequence[bool]):
         p, setup = o.problem, o.setup
         self.do, self.lse = do, lse
         self.length = cdiv(p.M, configs.LARGEST_BLOCK) * configs.LARGEST_BLOCK
         planes = 6 if p.dropout_p else 3
         self.rows = empty(p.q, (planes, p.B * p.H, self.length), torch.float32)
         self.key = (layout(do), do.dtype)
+        flags = even.flags(o, self.length, need)
         block = 64 if setup.DV <= 128 else 32
 
         def others() -> dict[str, Any]:
             return {
-                **strides(o=out, g=do), "H": p.H, "M": p.M, "lines": p.B * p.H, "length": self.length,
-                "exponent": setup.form.exponent, "huge": setup.form.huge, "EXACT": setup.form.exact,
+                **strides(o=out, g=do), "H": p.H, "M": p.M, "N": p.N, "lines": p.B * p.H, "length": self.length,
+                "exponent": setup.form.exponent, "fill": setup.form.fill, "huge": setup.form.huge,
+                "EXACT": setup.form.exact,
                 "JOINT": setup.form.joint, "DROPOUT": p.dropout_p > 0, "DV": setup.DV, "BLOCK_M": block,
                 "BLOCK_D": min(128, max(16, triton.next_power_of_2(setup.DV))), **extra_options(),
             }  # fmt: skip
 
-        changing = {"OUT": out, "DO": do, "LSE": lse, "ROWS": self.rows, "SEED": p.seed}
+        changing = {"OUT": out, "DO": do, "LSE": lse, "ROWS": self.rows, "EVEN": flags, "SEED": p.seed}
         grid = p.B * p.H * self.length // block
-        key = ("rows", self.key, layout(out))
-        started = setup.others.get(key)
-        if started is not None:
-            started.again(changing)
-        elif (started := start(bwd.attention_rows, None, grid, changing, others)) is not None:
-            setup.others[key] = started
+        setup.start(bwd.attention_rows, (self.key, layout(out), flags is None), grid, changing, others)
+        self.even = even.of_backward(o, do, flags, need)
 
 
 def backward(
@@ -190,7 +189,7 @@ def backward(
     o = Operands(problem)
     p = problem
     with device_guard(p.q.device):
-        saved = Saved(o, do, out, lse)
+        saved = Saved(o, do, out, lse, need)
         wanted = tuple(need)
         if wanted not in o.setup.exact_delta:
             o.setup.exact_delta[wanted] = exact_delta(p, need)
@@ -302,7 +301,7 @@ def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
             return {
                 "Q_DESC": o.descriptor(p.q, tile.block_m, "q"),
                 "DO_DESC": o.descriptor(saved.do, tile.block_m, saved.key),
-                **o.columns(tile, saved.lse, saved.rows),
+                **o.columns(tile, saved.lse, saved.rows), **saved.even.of_columns(),
             }  # fmt: skip
 
         def others(
@@ -317,9 +316,10 @@ def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
             }  # fmt: skip
 
         changing = {"Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "ROWS": saved.rows, "DK": dk, "DV_": dv}
-        own = (want_dk, want_dv, saved.key, layout(dk, dv))
+        own = (want_dk, want_dv, saved.key, layout(dk, dv), saved.even.kind)
         if not run(bwd.attention_backward_kv, "backward_kv", o, grid, own, by_tile, changing, others):
             return False
+    even.add_to_keys(o, saved.even, dk)
     return True
 
 
@@ -343,12 +343,12 @@ def _backward_q(
 
     def by_tile(tile: configs.Tile) -> dict[str, Any]:
         keys = {"K_DESC": o.descriptor(p.k, tile.block_n, "k"), "V_DESC": o.descriptor(p.v, tile.block_n, "v")}
-        return keys | o.rows(tile)
+        return keys | o.rows(tile) | saved.even.of_rows()
 
     def others() -> dict[str, Any]:
         body = "score" if scattered else "body"  # what is scattered may be part of the mask: all tiles alike
         return {
-            "GS": GS, "length": saved.length, "factor": setup.form.factor, "fill": setup.form.fill,
+            "GS": GS, "GROUP": saved.even.group, "length": saved.length, "factor": setup.form.factor, "fill": setup.form.fill,
             "JOINT": setup.form.joint, "SCORE": setup.value("score"), "BODY": setup.value(body),
             "SCORE_GRADIENT": None if only_delta else setup.gradient("score", scattered),
             "BODY_GRADIENT": None if only_delta else setup.gradient(body, scattered),
@@ -360,7 +360,7 @@ def _backward_q(
         "Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "LSE": saved.lse, "ROWS": saved.rows, "DQ": dq, "SEED": p.seed,
         "G": G,
     }  # fmt: skip
-    own = (only_delta, scattered, saved.key, layout(dq), GS)
+    own = (only_delta, scattered, saved.key, layout(dq), GS, saved.even.kind)
     return run(bwd.attention_backward_q, "backward_q", o, grid, own, by_tile, changing, others)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchflash import score as sc
-from torchflash.kernels import lower
+from torchflash.kernels import even, lower
 from torchflash.kernels.forms import Form
 from torchflash.kernels.launcher import Started, cdiv, start
 from torchflash.kernels.memory import empty
@@ -70,13 +70,14 @@ class Maps:
     def _start(
         self, kernel: Any, key: Any, grid: int, changing: dict[str, Any], others: Callable[[], dict[str, Any]]
     ) -> None:
-        started = self.started.get((kernel, key))
+        key = (kernel.__name__, key)
+        started = self.started.get(key)
         if started is not None:
             started.again(changing)
             return
         started = start(kernel, None, grid, changing, others)
         if started is not None:
-            self.started[kernel, key] = started
+            self.started[key] = started
 
     def _order(self, blocks: tuple[int, int], columns: bool, o: Operands) -> dict[str, Any]:
         key = (*blocks, columns)
@@ -126,16 +127,27 @@ class Maps:
         steps = cols if self.loads else cdiv(cols, WIDTH)
 
         def others() -> dict[str, Any]:
+            masked = None if o.even is None else o.even.value
             return {
+                "MASKED": None if masked is None else even.value_function(self.form, masked, self.ranks),
                 "S": self.S, "HEADS": self.heads, "M": self.M, "N": self.N, **self.sizes, **self._functions(),
                 "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "ROWS": min(blocks[0], max(16, 2048 // blocks[1])),
                 "WIDTH": WIDTH,
             }  # fmt: skip
 
         grid = self.batches * self.heads * rows * steps
-        self._start(tile_states, blocks, grid, {"STATES": states, "T": o.T}, others)
+        changing = {"STATES": states, "UNEVEN": self._uneven(o), "T": o.T}
+        self._start(tile_states, (blocks, o.even is None), grid, changing, others)
         o.made[blocks] = states
         return states
+
+    def _uneven(self, o: Operands) -> Tensor | None:
+        """[batches, heads, M] int8, for rows that are not even to be marked; None where nobody asks for it."""
+        if o.even is None:
+            return None
+        if o.uneven is None:
+            o.uneven = o.problem.q.new_zeros((self.batches, self.heads, self.M), dtype=torch.int8)
+        return o.uneven
 
     def _functions(self) -> dict[str, Any]:
         plain = self.form.plain is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchflash.kernels import configs, lower, philox
 from torchflash.kernels.forms import Form, form
-from torchflash.kernels.launcher import Started, based, interpreting
+from torchflash.kernels.launcher import Started, based, interpreting, start
 from torchflash.kernels.maps import Maps
 from torchflash.kernels.reference import Problem
 from torchflash.kernels.visits import SIZES
+
+if TYPE_CHECKING:
+    from torchflash.kernels.even import Shape
 
 MAX_SIZES = len(SIZES)
 REMEMBERED = 1024
@@ -68,6 +72,17 @@ class Setup:
         self.others: dict[Any, Started] = {}
         self.exact_delta: dict[tuple[bool, ...], bool] = {}
 
+    def start(
+        self, kernel: Any, key: Any, grid: int, changing: dict[str, Any], others: Callable[[], dict[str, Any]]
+    ) -> None:
+        """As launcher.start, for a key that decides all the rest together with this setup."""
+        key = (kernel.__name__, key)
+        started = self.others.get(key)
+        if started is not None:
+            started.again(changing)
+        elif (started := start(kernel, None, grid, changing, others)) is not None:
+            self.others[key] = started
+
     def value(self, which: str) -> Any:
         return lower.value_function(self.form, which, self.ranks, self.fast)
 
@@ -106,6 +121,8 @@ class Operands:
         self.T = tuple([c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures])
         self.made: dict[Any, Any] = {}  # the tile maps of this call
         self.again = False
+        self.even: Shape | None = None  # of rows that tile maps are to tell from others
+        self.uneven: Tensor | None = None  # which those are, once there is a tile map
         memory = p.memory
         if memory is None:
             self.setup = setup_of(p)

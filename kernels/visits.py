@@ -20,11 +20,14 @@ SIZES = ("Z0", "Z1", "Z2", "Z3", "Z4", "Z5", "Z6", "Z7")
 
 @triton.jit(do_not_specialize=("HEADS", "M", "N", *SIZES))
 def tile_states(
-    STATES, T, S, HEADS, M, N, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
-    KEEP: tl.constexpr, PLAIN: tl.constexpr, MAY_KEEP: tl.constexpr, MUST_BE_PLAIN: tl.constexpr, LOADS: tl.constexpr,
+    STATES, UNEVEN, T, S, HEADS, M, N, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
+    MASKED: tl.constexpr, KEEP: tl.constexpr, PLAIN: tl.constexpr, MAY_KEEP: tl.constexpr, MUST_BE_PLAIN: tl.constexpr, LOADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile if the mask LOADS, else per WIDTH tiles of a row of tiles."""
+    """One program per tile if the mask LOADS, else per WIDTH tiles of a row of tiles.
+
+    UNEVEN [b, h, M] int8, all 0 before: 1 for rows that keep something, or for which MASKED, where it is given, is not
+    one finite number."""
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     rows = tl.cdiv(M, BLOCK_M)
     columns = tl.cdiv(N, BLOCK_N)
@@ -50,6 +53,15 @@ def tile_states(
                 none = tl.zeros([ROWS, BLOCK_N], tl.int1)
                 kept = (KEEP(b, h, m, n, T, S, Z) | none) & (outside == 0)
                 some = tl.maximum(some, tl.max(tl.max(kept.to(tl.int32), 1), 0))
+                if UNEVEN is not None:
+                    uneven = kept
+                    if MASKED is not None:
+                        first = MASKED(b, h, m, tl.zeros([1, 1], tl.int32), T, S, Z)
+                        same = (MASKED(b, h, m, n, T, S, Z) == first) & (first > float("-inf"))
+                        uneven |= (same == 0) & (outside == 0)
+                    mark = tl.max(uneven.to(tl.int8), 1, keep_dims=True)
+                    to = UNEVEN + (line // rows).to(tl.int64) * M + m
+                    tl.store(to, mark, mask=(m < M) & (mark > 0))
                 if PLAIN is not None:
                     plain = PLAIN(b, h, m, n, T, S, Z) | outside
                     every = tl.minimum(every, tl.min(tl.min(plain.to(tl.int32), 1), 0))
