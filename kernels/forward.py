@@ -93,7 +93,8 @@ def attention_forward(
     exponent, fill, huge, threshold, keep_scale,
     SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, FILLED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(M, BLOCK_M) * SLICES
@@ -130,18 +131,18 @@ def attention_forward(
         )  # fmt: skip
     unit: tl.constexpr = 1.0 if EXACT else LOG2E  # of the row maximum
     # Only if a row has then not seen a score far above the fill, also the tiles that keep nothing: there the fill
-    # weighs something, and skipping would be wrong. The order of tiles does not matter.
+    # weighs something, and skipping would be wrong. The order of tiles does not matter. Infinite fills never do.
     begin = plain
     end = visited
     even = tl.zeros([BLOCK_M], tl.int32)
-    for _ in tl.static_range(1 if ORDER is None else 2):  # unrolled: a loop of loops serialises wgmma
+    for _ in tl.static_range(1 if FILLED == 0 else 2):  # unrolled: a loop of loops serialises wgmma
         for i in tl.range(begin, end):
             row_max, row_sum, acc = forward_tile(
                 row_max, row_sum, acc, q, keys, tile_at(ORDER, start, i) * BLOCK_N, q_at, k_at, v_at, K_DESC, V_DESC,
                 T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent, threshold,
                 SCORE, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
-        if ORDER is not None:
+        if FILLED:
             needs = (m < M) & ((row_max - fill * unit > 128.0 * unit) == 0)
             if UNEVEN is not None:
                 mask = (b * line_b + h * line_h) // tl.cdiv(M, BLOCK_M)

@@ -145,7 +145,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
 
     def others() -> dict[str, Any]:
         return {
-            "fill": setup.form.far_fill, "huge": setup.form.huge, "SCORE": setup.value("score"),
+            "fill": setup.form.far_fill, "huge": setup.form.huge,
+            "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "SCORE": setup.value("score"),
             "BODY": setup.value("body"), "POST": setup.post, "parts": even.parts(p.N)[1],
             **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.dims(setup.DV),
         }  # fmt: skip
