@@ -34,8 +34,11 @@ PROGRAMS = {
     ),
     "dropout": (CAUSAL, "n <= m", "p", lambda dtype: [], 0.1),
     "bias": ("0.125 * s + t0[h, m, n]", "", "p", lambda dtype: [torch.zeros(H, N, N, dtype=dtype)], 0.0),
+    "filled": ("where(t0[b, n], 0.125 * s, -1e9)", "t0[b, n]", "p", lambda d: [torch.ones(1, N).bool()], 0.0),
+    "added": ("0.125 * s + where(t0[b, n], 0.0, -1e30)", "t0[b, n]", "p", lambda d: [torch.ones(1, N).bool()], 0.0),
     "relative": ("0.125 * s + t0[n - m + z0, h]", "", "p", lambda dtype: [torch.zeros(2 * N, H, dtype=dtype)], 0.0),
 }
+FILLS = {"filled": -1e9, "added": -1e30}  # others: -inf
 # What of a thread may live in memory, in bytes, where it is more than launch.SPILLS allows: (program, dtype, D,
 # capability, kernel). Tuning is to bring these down.
 SPILLS: dict[tuple[Any, ...], int] = {}
@@ -48,7 +51,7 @@ SERIALIZED = {"bias", "relative"}
 def build(name: str, dtype: torch.dtype, D: int, DV: int | None = None, heads: int = H) -> tuple[Problem, list[bool]]:
     score, keep, post, captures, p = PROGRAMS[name]
     tensors = captures(dtype)
-    program = programs.read(score, keep, -INF, post, programs.kinds_of(tensors))
+    program = programs.read(score, keep, FILLS.get(name, -INF), post, programs.kinds_of(tensors))
     q, k, v = (torch.empty((1, h, N, d), dtype=dtype) for h, d in ((H, D), (heads, D), (heads, DV or D)))
     seed = torch.zeros(1, dtype=torch.int64) if p else None
     return Problem(q, k, v, tensors, [N] if "z0" in score else [], program, p, seed), [
@@ -80,9 +83,23 @@ def test_every_architecture(capability):
     gate("causal", BF16, 128, capability)
 
 
-@pytest.mark.parametrize("name", ["mask", "dropout", "bias", "relative"])
+@pytest.mark.parametrize("name", ["mask", "filled", "added", "dropout", "bias", "relative"])
 def test_programs_on_hopper(name):
     gate(name, F16, 64, 90)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_sums_of_even_rows_on_hopper(D):
+    """They cost no registers of the kernels of other rows, which spill no more than where the mask is -inf."""
+    usual = compile_launches(*build("mask", BF16, D), 90)
+    for name, sums in (("filled", {"value_sums", "even_moments"}), ("added", {"value_sums", "even_moments", "even_keys"})):
+        found = compile_launches(*build(name, BF16, D), 90)
+        assert found.keys() - usual.keys() == sums
+        for kernel in sums:
+            assert not any(r.spills or r.warnings for r in found[kernel]), found[kernel]
+            assert kernel == "value_sums" or name == "filled" or all(r.tensor_core for r in found[kernel])
+        for kernel in PRODUCTS & usual.keys():
+            assert max(r.stack for r in found[kernel]) <= max(r.stack for r in usual[kernel]) + 64, kernel
 
 
 def test_float32_on_hopper():
