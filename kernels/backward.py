@@ -37,14 +37,15 @@ from torchflash.kernels.visits import plain_at, tile_at, visit
 
 @triton.jit(do_not_specialize=("H", "M", "N", "lines"))
 def attention_rows(
-    OUT, DO, LSE, ROWS, EVEN, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, N, lines, length, exponent, fill, huge,
+    OUT, DO, LSE, ROWS, EVEN, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, N, lines, length,
+    exponent, fill, huge,
     EXACT: tl.constexpr, JOINT: tl.constexpr, DROPOUT: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """ROWS [3 or 6, lines = B H, length >= M]: the base of the exponents, delta, 1 / sum (unless JOINT, where it is in
     the base), and under DROPOUT the three keys of the row. Rows whose gradient is 0, as that of padding is, get the
-    base inf: then p is 0, and tiles of nothing else need not be visited. So do even ones, if EVEN [lines, length] int8 is
-    there to mark them."""
+    base inf: then p is 0, and tiles of nothing else need not be visited. So do even ones (even.py), which EVEN [lines,
+    length] int8 marks if it is there."""
     blocks = length // BLOCK_M
     bh = tl.program_id(0) // blocks
     m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)

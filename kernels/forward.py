@@ -146,7 +146,8 @@ def attention_forward(
             needs = (m < M) & ((row_max - fill * unit > 128.0 * unit) == 0)
             if UNEVEN is not None:
                 mask = (b * line_b + h * line_h) // tl.cdiv(M, BLOCK_M)
-                even = even_rows(UNEVEN, MODERATE, mask.to(tl.int64), q_at, b, h_k, m, M, q_m, q_d, H // GROUP_K, parts, D)
+                marks = UNEVEN + mask.to(tl.int64) * M
+                even = even_rows(marks, MODERATE, q_at, b, h_k, m, M, q_m, q_d, H // GROUP_K, parts, D)
                 needs &= even == 0
             needy = tl.max(needs.to(tl.int32), 0)
             begin = visited

@@ -349,8 +349,9 @@ def _backward_q(
     def others() -> dict[str, Any]:
         body = "score" if scattered else "body"  # what is scattered may be part of the mask: all tiles alike
         return {
-            "GS": GS, "GROUP": saved.even.group, "length": saved.length, "factor": setup.form.factor, "fill": setup.form.fill,
-            "JOINT": setup.form.joint, "SCORE": setup.value("score"), "BODY": setup.value(body),
+            "GS": GS, "GROUP": saved.even.group, "length": saved.length, "factor": setup.form.factor,
+            "fill": setup.form.fill, "JOINT": setup.form.joint, "SCORE": setup.value("score"),
+            "BODY": setup.value(body),
             "SCORE_GRADIENT": None if only_delta else setup.gradient("score", scattered),
             "BODY_GRADIENT": None if only_delta else setup.gradient(body, scattered),
             "POST_GRADIENT": setup.gradient("post", scattered), "ONLY_DELTA": only_delta,

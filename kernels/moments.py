@@ -80,10 +80,10 @@ def value_sums(
 
 @triton.jit
 def even_rows(
-    UNEVEN, MODERATE_K, at, q_at, b, h_k, m, M, q_m, q_d, heads_k, parts, D: tl.constexpr,
+    marks, MODERATE_K, q_at, b, h_k, m, M, q_m, q_d, heads_k, parts, D: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M] int32, whether a row is even; `at` is where the marks of its head begin."""
-    even = (tl.load(UNEVEN + at * M + m, mask=m < M, other=1) == 0).to(tl.int32)
+    """[BLOCK_M] int32, whether a row is even; `marks` of those of its head that are not."""
+    even = (tl.load(marks + m, mask=m < M, other=1) == 0).to(tl.int32)
     if MODERATE_K is not None:
         if tl.max(even, 0) > 0:
             even *= moderate_rows(q_at, m, M, q_m, q_d, D, 32)
@@ -184,7 +184,8 @@ def even_moments(
             keys = tl.dot(v.T, k, keys, input_precision=PRECISION)
         mean = sum_v * weight
         keys -= mean[:, None] * sum_k[None, :]
-        tl.store(KEYS + pair.to(tl.int64) * DV * D + square, rounded(keys * weight_s, PRECISION), mask=inside & (last > 0))
+        to = KEYS + pair.to(tl.int64) * DV * D
+        tl.store(to + square, rounded(keys * weight_s, PRECISION), mask=inside & (last > 0))
         tl.store(MEAN + pair.to(tl.int64) * DV + d_v, mean, mask=(d_v < DV) & (at == 0) & (last > 0))
 
 
@@ -230,17 +231,17 @@ def even_keys(
     n0 = rest % tl.cdiv(N, BLOCK_N) * BLOCK_N
     head_k = rest // tl.cdiv(N, BLOCK_N)
     first = head_k * HEADS  # b H + h
-    b = (first // H).to(tl.int64)
+    b = tl.cast(first // H, tl.int64)
     some = first * 0
     for bh in range(first, first + HEADS):
         some = tl.maximum(some, tl.load(SOME + bh))
     if some > 0:
         acc = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),)
         for bh in range(first, first + HEADS):
-            v_at = V + b * v_b + (bh % H // GROUP_V).to(tl.int64) * v_h
+            v_at = V + b * v_b + tl.cast(bh % H // GROUP_V, tl.int64) * v_h
             acc = add_product(
-                acc, tl.load(SOME + bh), v_at, n0, N, v_n, v_d, None, MEAN + (bh // GROUP).to(tl.int64) * DV,
-                QUERIES + bh.to(tl.int64) * DV * D, at, D, DV, (BLOCK_D,), 32, PRECISION,
+                acc, tl.load(SOME + bh), v_at, n0, N, v_n, v_d, None, MEAN + tl.cast(bh // GROUP, tl.int64) * DV,
+                QUERIES + tl.cast(bh, tl.int64) * DV * D, at, D, DV, (BLOCK_D,), 32, PRECISION,
             )  # fmt: skip
         n = n0 + tl.arange(0, BLOCK_N)
         d = at + tl.arange(0, BLOCK_D)

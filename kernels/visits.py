@@ -21,7 +21,8 @@ SIZES = ("Z0", "Z1", "Z2", "Z3", "Z4", "Z5", "Z6", "Z7")
 @triton.jit(do_not_specialize=("HEADS", "M", "N", *SIZES))
 def tile_states(
     STATES, UNEVEN, T, S, HEADS, M, N, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
-    MASKED: tl.constexpr, KEEP: tl.constexpr, PLAIN: tl.constexpr, MAY_KEEP: tl.constexpr, MUST_BE_PLAIN: tl.constexpr, LOADS: tl.constexpr,
+    MASKED: tl.constexpr, KEEP: tl.constexpr, PLAIN: tl.constexpr, MAY_KEEP: tl.constexpr,
+    MUST_BE_PLAIN: tl.constexpr, LOADS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program per tile if the mask LOADS, else per WIDTH tiles of a row of tiles.

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles, does not interpret", allow_module_level=True)
 
+from torchflash.kernels import even
 from torchflash.kernels import program as programs
 from torchflash.kernels.compiling import compile_launches
 from torchflash.kernels.launch import SPILLS as SPILLED_WORDS
@@ -34,8 +35,11 @@ PROGRAMS = {
     ),
     "dropout": (CAUSAL, "n <= m", "p", lambda dtype: [], 0.1),
     "bias": ("0.125 * s + t0[h, m, n]", "", "p", lambda dtype: [torch.zeros(H, N, N, dtype=dtype)], 0.0),
+    "filled": ("where(t0[b, n], 0.125 * s, -1e9)", "t0[b, n]", "p", lambda d: [torch.ones(1, N).bool()], 0.0),
+    "added": ("0.125 * s + where(t0[b, n], 0.0, -1e30)", "t0[b, n]", "p", lambda d: [torch.ones(1, N).bool()], 0.0),
     "relative": ("0.125 * s + t0[n - m + z0, h]", "", "p", lambda dtype: [torch.zeros(2 * N, H, dtype=dtype)], 0.0),
 }
+FILLS = {"filled": -1e9, "added": -1e30}  # others: -inf
 # What of a thread may live in memory, in bytes, where it is more than launch.SPILLS allows: (program, dtype, D,
 # capability, kernel). Tuning is to bring these down.
 SPILLS: dict[tuple[Any, ...], int] = {}
@@ -48,7 +52,7 @@ SERIALIZED = {"bias", "relative"}
 def build(name: str, dtype: torch.dtype, D: int, DV: int | None = None, heads: int = H) -> tuple[Problem, list[bool]]:
     score, keep, post, captures, p = PROGRAMS[name]
     tensors = captures(dtype)
-    program = programs.read(score, keep, -INF, post, programs.kinds_of(tensors))
+    program = programs.read(score, keep, FILLS.get(name, -INF), post, programs.kinds_of(tensors))
     q, k, v = (torch.empty((1, h, N, d), dtype=dtype) for h, d in ((H, D), (heads, D), (heads, DV or D)))
     seed = torch.zeros(1, dtype=torch.int64) if p else None
     return Problem(q, k, v, tensors, [N] if "z0" in score else [], program, p, seed), [
@@ -80,9 +84,22 @@ def test_every_architecture(capability):
     gate("causal", BF16, 128, capability)
 
 
-@pytest.mark.parametrize("name", ["mask", "dropout", "bias", "relative"])
+@pytest.mark.parametrize("name", ["mask", "filled", "added", "dropout", "bias", "relative"])
 def test_programs_on_hopper(name):
     gate(name, F16, 64, 90)
+
+
+@pytest.mark.parametrize(("name", "D"), [("filled", 64), ("added", 128)])
+def test_even_rows_on_hopper(name, D, monkeypatch):
+    """Their sums cost no registers of the kernels of other rows."""
+    found = compile_launches(*build(name, BF16, D), 90)
+    monkeypatch.setattr(even, "shape", lambda form: None)
+    usual = compile_launches(*build(name, BF16, D), 90)
+    sums = {"value_sums", "even_moments"} | ({"even_keys"} if name == "added" else set())
+    assert found.keys() - usual.keys() == sums
+    assert not any(r.spills or r.warnings for kernel in sums for r in found[kernel])
+    for kernel in PRODUCTS & usual.keys():
+        assert found[kernel][-1].stack <= usual[kernel][-1].stack + 64, kernel
 
 
 def test_float32_on_hopper():

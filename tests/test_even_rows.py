@@ -161,11 +161,12 @@ def test_which_programs_have_even_rows(score: str, keep: str, kinds: tuple[str, 
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [(way, dtype) for way in WAYS for dtype in (F32, BF16, F16)
+     if (way, dtype) != ("added", F16)],  # float16 does not hold what is so low that scores are lost in it
+)
 def test_left_padding(way: str, dtype: torch.dtype):
-    if way == "added" and dtype == F16:
-        pytest.skip("float16 does not hold what is so low that scores are lost in it")
     check(padded(WAYS[way], dtype))
 
 
@@ -271,7 +272,7 @@ def test_sums_end_at_once_where_no_row_is_even(way: str):
         assert reads
 
 
-# ------------------------------------------------------------------------------------------- rows that are not even ones
+# ----------------------------------------------------------------------------------------- rows that are not even ones
 
 
 def uneven(x: Inputs, visits, monkeypatch, batch: int = 0) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
 from oracle import INF, Inputs, check, run_op
+from test_even_rows import WAYS, left_padded, masked
 
 from torchflash.kernels import philox, reference
 
@@ -79,6 +80,17 @@ def test_tf32_follows_the_setting(precision):
     fine = run_op(x)
     assert torch.equal(fine, exact)
     assert 1e-5 < (rough - fine).abs().max().item() < 1e-2
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 40), (300, 300)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("way", WAYS)
+def test_even_rows(way, dtype, dims):
+    """Rows of padding, of which there are none in the second batch; the third has no key at all."""
+    x = masked(WAYS[way], left_padded(330, 350, (211, 0, 350)), dtype, *dims, H=4, heads=(2, 2))
+    x.q, x.k, x.v = (t.cuda() for t in (x.q, x.k, x.v))
+    x.captures = [t.cuda() for t in x.captures]
+    check(x, slack=2.0)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 129, 192, 320, 1025])
