@@ -222,7 +222,8 @@ class Moments:
         return {"SUM": self.rows}
 
 
-def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[bool]) -> Moments:
+def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[bool], dq: Tensor) -> Moments:
+    """Some of it in the memory of `dq`, until that is written."""
     found = eligible(o, need)
     if even is None or found is None:
         return Moments()
@@ -234,7 +235,7 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
     rows = empty(do, (lines, DV), torch.float32)
     queries = keys = mean = None
     if found.added:
-        queries, keys = empty(do, (lines, DV, D), torch.float32), empty(do, (pairs, DV, D), torch.float32)
+        queries, keys = _within(dq, (lines, DV, D)), empty(do, (pairs, DV, D), p.q.dtype)
         mean = empty(do, (pairs, DV), torch.float32)
     slices_v, slices = cdiv(DV, 64), cdiv(D, 64) if found.added else 1
 
@@ -245,7 +246,8 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
             **steps, "H": p.H, "GROUP": group, "GROUP_K": p.group_k, "GROUP_V": p.group_v, "M": p.M, "N": p.N,
             "lines": lines, "length": even.shape[1], "weight": 1.0 / p.N,
             "weight_s": found.slope / (setup.form.factor * p.N),  # the kernels multiply by the factor
-            "D": D, "DV": DV, "PRECISION": setup.common["PRECISION"], "BLOCK": 64, "WIDTH": 1024,
+            "D": D, "DV": DV, "PRECISION": setup.common["PRECISION"], "BLOCK": 64,
+            "ROWS": 128 if setup.itemsize < 4 else 64, "WIDTH": 1024,
             "num_warps": 4, "num_stages": 2,
         }  # fmt: skip
 
@@ -256,6 +258,13 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
     }  # fmt: skip
     setup.start(moments.even_moments, (do.stride(), do.data_ptr() % 16, do.dtype), grid, changing, others)
     return Moments(even, some, rows, queries, keys, mean, group)
+
+
+def _within(x: Tensor, size: tuple[int, int, int]) -> Tensor:
+    """float32 in the memory of `x`, contiguous; or elsewhere, where it does not fit."""
+    if x.numel() * x.itemsize < math.prod(size) * 4 or x.stride(-1) != 1 or x.shape[-1] % 2 or x.storage_offset():
+        return empty(x, size, torch.float32)
+    return x.view(torch.float32).as_strided(size, (size[1] * size[2], size[2], 1))
 
 
 def add_to_keys(o: Operands, moments_: Moments, dk: Tensor) -> None:

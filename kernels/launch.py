@@ -159,7 +159,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
 class Saved:
     """What the backward kernels share: the upstream gradient, the statistics of the forward, and those of the rows."""
 
-    def __init__(self, o: Operands, do: Tensor, out: Tensor, lse: Tensor, need: Sequence[bool]):
+    def __init__(self, o: Operands, do: Tensor, out: Tensor, lse: Tensor, need: Sequence[bool], dq: Tensor):
         p, setup = o.problem, o.setup
         self.do, self.lse = do, lse
         self.length = cdiv(p.M, configs.LARGEST_BLOCK) * configs.LARGEST_BLOCK
@@ -181,7 +181,7 @@ class Saved:
         changing = {"OUT": out, "DO": do, "LSE": lse, "ROWS": self.rows, "EVEN": flags, "SEED": p.seed}
         grid = p.B * p.H * self.length // block
         setup.start(bwd.attention_rows, (self.key, layout(out), flags is None), grid, changing, others)
-        self.even = even.of_backward(o, do, flags, need)
+        self.even = even.of_backward(o, do, flags, need, dq)
 
 
 def backward(
@@ -190,7 +190,7 @@ def backward(
     o = Operands(problem)
     p = problem
     with device_guard(p.q.device):
-        saved = Saved(o, do, out, lse, need)
+        saved = Saved(o, do, out, lse, need, dq)
         wanted = tuple(need)
         if wanted not in o.setup.exact_delta:
             o.setup.exact_delta[wanted] = exact_delta(p, need)

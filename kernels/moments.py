@@ -128,10 +128,11 @@ def even_moments(
     Q, K, V, DO, EVEN, SOME, SUM, QUERIES, KEYS, MEAN,
     q_b, q_h, q_r, q_d, g_b, g_h, g_r, g_d, k_b, k_h, k_r, k_d, v_b, v_h, v_r, v_d,
     H, GROUP, GROUP_K, GROUP_V, M, N, lines, length, weight, weight_s,
-    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """even.Moments, a square of [BLOCK, BLOCK] a program: first those of rows, then those of keys. SOME and SUM are
-    always stored, the rest where some row is even."""
+    """even.Moments, a square of [BLOCK, BLOCK] a program, over ROWS rows or keys at a time: first those of rows, then
+    those of keys. SOME and SUM are always stored, the rest where some row is even."""
     slices: tl.constexpr = 1 if QUERIES is None else (D + BLOCK - 1) // BLOCK
     slices_v: tl.constexpr = (DV + BLOCK - 1) // BLOCK
     program = tl.program_id(0) // (slices * slices_v)
@@ -147,8 +148,8 @@ def even_moments(
         first, last = first_and_last(EVEN, program.to(tl.int64) * length, M, WIDTH)
         total = tl.zeros([BLOCK], tl.float32)
         queries = tl.zeros([BLOCK, BLOCK], tl.float32)
-        for m0 in tl.range(first, last, BLOCK):
-            m = m0 + tl.arange(0, BLOCK)
+        for m0 in tl.range(first, last, ROWS):
+            m = m0 + tl.arange(0, ROWS)
             even = tl.load(EVEN + program.to(tl.int64) * length + m, mask=m < last, other=0) > 0
             do = load_chunk(DO + b * g_b + h * g_h, m, last, g_r, g_d, at_v, DV, BLOCK, DV % BLOCK == 0, True)
             do = tl.where(even[:, None], do, 0.0)
@@ -160,8 +161,8 @@ def even_moments(
         tl.store(SUM + program.to(tl.int64) * DV + d_v, total * weight, mask=(d_v < DV) & (at == 0))
         tl.store(SOME + program, (last > 0).to(tl.int32), mask=(at == 0) & (at_v == 0))
         if QUERIES is not None:
-            to = QUERIES + program.to(tl.int64) * DV * D
-            tl.store(to + square, rounded(queries * weight_s, PRECISION), mask=inside & (last > 0))
+            of_rows = QUERIES + program.to(tl.int64) * DV * D
+            tl.store(of_rows + square, rounded(queries * weight_s, PRECISION), mask=inside & (last > 0))
     elif QUERIES is not None:
         pair = program - lines
         b = (pair * GROUP // H).to(tl.int64)
@@ -175,8 +176,8 @@ def even_moments(
         keys = tl.zeros([BLOCK, BLOCK], tl.float32)
         sum_k = tl.zeros([BLOCK], tl.float32)
         sum_v = tl.zeros([BLOCK], tl.float32)
-        for n0 in tl.range(0, tl.where(last > 0, N, 0), BLOCK):
-            n = n0 + tl.arange(0, BLOCK)
+        for n0 in tl.range(0, tl.where(last > 0, N, 0), ROWS):
+            n = n0 + tl.arange(0, ROWS)
             k = load_chunk(k_at, n, N, k_r, k_d, at, D, BLOCK, D % BLOCK == 0, True)
             v = load_chunk(v_at, n, N, v_r, v_d, at_v, DV, BLOCK, DV % BLOCK == 0, True)
             sum_k += tl.sum(k.to(tl.float32), 0)
@@ -184,8 +185,8 @@ def even_moments(
             keys = tl.dot(v.T, k, keys, input_precision=PRECISION)
         mean = sum_v * weight
         keys -= mean[:, None] * sum_k[None, :]
-        to = KEYS + pair.to(tl.int64) * DV * D
-        tl.store(to + square, rounded(keys * weight_s, PRECISION), mask=inside & (last > 0))
+        of_keys = KEYS + pair.to(tl.int64) * DV * D
+        tl.store(of_keys + square, rounded(keys * weight_s, PRECISION), mask=inside & (last > 0))
         tl.store(MEAN + pair.to(tl.int64) * DV + d_v, mean, mask=(d_v < DV) & (at == 0) & (last > 0))
 
 
@@ -212,7 +213,7 @@ def add_product(
         for i in tl.static_range(len(acc)):
             d = column + tl.arange(0, CHUNKS[i])
             inside = (d_v[:, None] < DV) & (d[None, :] < D)
-            moment = tl.load(MOMENT + d_v[:, None] * D + d[None, :], mask=inside, other=0.0)
+            moment = tl.load(MOMENT + d_v[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
             out += (tl.dot(x, moment, acc[i], input_precision=product),)  # type: ignore[assignment]
             column = column + CHUNKS[i]
         acc = out
