@@ -18,6 +18,7 @@ from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, prove
+from torchflash.passes.composites import open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
@@ -54,6 +55,7 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
 
 
 def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
+    open_composites(gm)
     names = [operation(n) for n in gm.graph.nodes]
     if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
         return [
