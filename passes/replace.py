@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -30,7 +31,7 @@ from torchflash.passes.index import Index
 from torchflash.passes.program import Programs
 from torchflash.passes.reader import Reader
 from torchflash.passes.softmax import Failure
-from torchflash.passes.table import Emission, Table
+from torchflash.passes.table import Emission, Projection, Table
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Emitted:
     """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables."""
 
     results: dict[Node, Node] = field(default_factory=dict)
-    tables: dict[Table, Node] = field(default_factory=dict)
+    tables: dict[Table | Projection, Node] = field(default_factory=dict)
 
     def current(self, node: Node) -> Node:
         """The node that has the value of `node` now: an item assignment has none of its own."""
@@ -71,7 +72,7 @@ class Emitter:
             node = self.graph.create_node(op, target, args, kwargs)
         self.nodes.append(node)
         # without a graph of its own: the user's hooks on saved tensors (checkpointing) must not see this
-        with self.mode, torch.no_grad():
+        with self.mode, enable_python_dispatcher(), torch.no_grad():
             fake = f(*map_arg(args, value), **kwargs)
         result = fake[0] if isinstance(fake, tuple) else fake
         if isinstance(result, torch.Tensor) and result.dtype.is_floating_point and torch.is_grad_enabled():
@@ -133,7 +134,7 @@ def _emit(
     programs: Programs,
     layout: str,
     tuning: str,
-    tables: dict[Table, Node],
+    tables: dict[Table | Projection, Node],
 ) -> tuple[Node, Node]:
     roles = block.roles
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
@@ -144,9 +145,9 @@ def _emit(
     device = tensor(block.root).device  # type: ignore[union-attr]
     captures = []
     for c in programs.captures:
-        if isinstance(c, Table):
+        if isinstance(c, (Table, Projection)):
             if c not in tables:
-                tables[c] = _table(out, r, c, device)
+                tables[c] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
             captures.append(tables[c])
         else:
             captures.append(_capture(out, _kept(out, r, c, block), device))
@@ -172,6 +173,13 @@ def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
     return out.method(
         "contiguous", out.method("expand", node, _shape_argument(out, [ix.axis_size(a) for a in table.axes]))
     )
+
+
+def _projection(out: Emitter, p: Projection) -> Node:
+    rows, table = tensor(p.rows), tensor(p.table)
+    assert rows is not None and table is not None
+    x = p.rows if p.dim == rows.dim() - 1 else out.method("movedim", p.rows, p.dim, -1)
+    return out.call(torch.matmul, x, p.table if p.table_dim == 0 else out.method("t", p.table))
 
 
 def _kept(out: Emitter, r: Reader, capture: Node, block: Attention) -> Node:
@@ -238,10 +246,13 @@ def _operand(
     assert t is not None
     if t.dtype != dtype:
         node = out.method("to", node, dtype)
+    for d, before, behind in o.pads:
+        widths = [0, 0] * (t.dim() - 1 - d) + _shape_argument(out, (before, behind))
+        node = out.call(torch.nn.functional.pad, node, widths)
     at = {}
     for d, i in enumerate(index):
         at[i.args[0] if isinstance(i, ix.FloorDiv) else i] = d
-    shape = ix.shape_of(t)
+    shape = o.shape()
     # dims that are indexed by a constant hold one element
     singles = [d for d, i in enumerate(index) if i == 0]
     order: list[int] = []

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.graph import tensor
-from torchflash.passes.reader import Reader, Reduce
+from torchflash.passes.reader import Reader, Reduce, Softmax
 from torchflash.score import Expr, build, const, name
 
 
@@ -34,12 +34,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Weights:
-    """post(p) with p = softmax over n of `scores`; dropout, if any, is applied to p with probability `dropout_p`."""
+    """post(p) with p = softmax over `keys` of `scores`; dropout, if any, is applied to p with probability `dropout_p`.
+    Of the keys, those from `start` on meet a value."""
 
     scores: Expr
     post: Expr
     dropout_p: float
     softmax: Node  # the call, or the division or exponential that ends the one by hand
+    keys: ix.Index
+    start: ix.Index
 
 
 def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | Failure:
@@ -65,6 +68,7 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
     if failure is not None or not matches:
         return failure or Failure("no_scores", "what is contracted with the values is not a softmax", consumer)
     ((where, (scores, node)),) = matches.items()
+    keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
     post = score.substitute(e, {where: name("p")}, build)
     if r.depends(post):
         return Failure("nonlinear_weights", "the scores are used again after the softmax", consumer)
@@ -77,8 +81,27 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
         return Failure("unknown_op", "dropout on the scores, before the softmax", node)
     if not linear(post):
         return Failure("nonlinear_weights", f"what follows the softmax is not linear in it: {post}", consumer)
-    scores = strip_row_constants(r, scores, n)
-    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node)
+    if keys is not n:
+        post = ix.replace_axis(post, n, ix.sympy.expand(keys - start))
+        if post is not name("p"):
+            post = build("where", _within(keys, start, ix.axis_size(n)), post, const(0.0))
+    scores = strip_row_constants(r, scores, keys)
+    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node, keys, start)
+
+
+def _extent(s: Softmax, n: ix.Index) -> tuple[ix.Index, ix.Index]:
+    """(the axis that `s` normalises, where on it the axis `n` starts): a softmax may have more keys than values, such
+    as a sink that is cut off after it."""
+    size = ix.shape_of(tensor(s.node))[s.dim]  # type: ignore[arg-type]
+    if s.index[s.dim] is n and size == ix.axis_size(n):
+        return n, ix.ZERO
+    return ix.axis("n", size), ix.sympy.expand(s.index[s.dim] - n)
+
+
+def _within(keys: ix.Index, start: ix.Index, size: ix.Index) -> Expr:
+    low, high = (ix.compare(op, ix.to_expr(keys), ix.to_expr(end)) for op, end in ((">=", start), ("<", start + size)))
+    assert low is not None and high is not None
+    return build("&", low, high)
 
 
 def _replace_nans(e: Expr) -> Expr:
@@ -124,18 +147,21 @@ def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Nod
     match e.op:
         case "softmax":
             s = e.value
-            if s.index[s.dim] != n or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
+            keys, start = _extent(s, n)
+            if ix.axes(start) or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
                 return Failure(
                     "softmax_axis",
                     f"normalised over dim {s.dim}, which is not the one contracted with the values",
                     s.call,
                 )
-            t = tensor(s.node)
-            if t is None or ix.shape_of(t)[s.dim] != ix.axis_size(n):
+            behind = ix.sympy.expand(ix.axis_size(keys) - start - ix.axis_size(n))
+            if not ix.nonnegative(start) or not (
+                ix.nonnegative(behind) or ix.guarded(tensor(s.node), behind >= 0)  # type: ignore[arg-type]
+            ):
                 return Failure(
-                    "denominator", "normalised over more than the keys that are contracted with the values", s.call
+                    "denominator", "normalised over other keys than those contracted with the values", s.call
                 )
-            return r.read(s.node, s.index, s.call), s.call
+            return r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call), s.call
         case "/":
             return _divided(r, e.args[0], e.args[1], n, consumer)
         case "*":

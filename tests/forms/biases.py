@@ -492,7 +492,7 @@ def interpolated_bias(g):
     )
 
 
-@form(skip="*")
+@form()
 def shaw(g):
     def fn(q, k, v, e):
         i = torch.arange(g.S)
@@ -500,6 +500,35 @@ def shaw(g):
         return (sc(q, k) + torch.einsum("bhld,lrd->bhlr", q, r)).softmax(-1) @ v
 
     return fn, (*g.qkv(), g.r(2 * g.S - 1, g.D))
+
+
+@form()
+def shaw_clamped_by_queries_and_keys(g):
+    def fn(q, k, v, e):
+        i, j = torch.arange(q.shape[2]), torch.arange(k.shape[2])
+        r = F.embedding((i[:, None] - j[None]).clamp(-5, 5) + 5, e)
+        s = sc(q, k) + torch.einsum("bhmd,mnd->bhmn", q, r) + torch.einsum("bhnd,mnd->bhmn", k, r)
+        return s.softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(11, g.D))
+
+
+@form()
+def deberta_disentangled(g):
+    def fn(q, k, v, e, wq, wk):
+        S = q.shape[2]
+        d = torch.arange(S)[:, None] - torch.arange(S)[None] + 6
+        at = d.clamp(0, 11).expand(q.shape[0], q.shape[1], S, S)
+        c2p = torch.gather(q @ (e @ wk).mT, -1, at)
+        p2c = torch.gather(k @ (e @ wq).mT, -1, (12 - d).clamp(0, 11).expand_as(at)).mT
+        return ((q @ k.mT + c2p + p2c) / math.sqrt(3 * g.D)).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(12, g.D), g.w(g.D, g.D), g.w(g.D, g.D))
+
+
+@form(skip="several_contractions")
+def content_twice(g):
+    return (lambda q, k, v, w: (sc(q, k) + q @ w.mT).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
 
 
 @form()
@@ -515,7 +544,7 @@ def sam_decomposed_relpos(g):
     return fn, (*[g.r(g.B * g.H, 12, g.D) for _ in range(3)], g.r(3, 3, g.D), g.r(4, 4, g.D))
 
 
-@form(skip="*")
+@form()
 def music_transformer_skew(g):
     def fn(q, k, v, e):
         r = q @ e.mT

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forms.registry import NEG, form, sc
+from forms.registry import NEG, form, lowest, sc
 
 INF = float("inf")
 
@@ -623,11 +623,11 @@ def softmax_one(g):
     return (lambda q, k, v: (lambda e: (e / (1 + e.sum(-1, keepdim=True))) @ v)(sc(q, k).exp())), g.qkv()
 
 
-@form(skip="*")
+@form()
 def sinks_gpt_oss(g):
     def fn(q, k, v, sinks):
         s = sc(q, k)
-        s = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(g.B, -1, g.S, -1)], dim=-1)
+        s = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], -1)], dim=-1)
         s = s - s.max(dim=-1, keepdim=True).values
         p = F.softmax(s, dim=-1, dtype=s.dtype)
         return p[..., :-1] @ v
@@ -635,7 +635,41 @@ def sinks_gpt_oss(g):
     return fn, (*g.qkv(), g.r(g.H))
 
 
-@form(skip="*")
+@form()
+def sinks_and_causal_mask(g):
+    def fn(q, k, v, sinks):
+        mask = torch.full((q.shape[2], k.shape[2]), lowest(q), dtype=q.dtype).triu(1)
+        s = torch.cat([sc(q, k) + mask, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
+        return F.softmax(s - s.amax(-1, keepdim=True), dim=-1)[..., :-1] @ v
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form()
+def sinks_in_masked_rows(g):
+    # nothing but the sink is left of the second batch
+    def fn(q, k, v, sinks, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], lowest(q))
+        return torch.cat([sinks.expand(*s.shape[:3], 1), s], -1).softmax(-1)[..., 1:] @ v
+
+    return fn, (*g.qkv(), g.r(g.H, 1, 1), g.padding(whole=True))
+
+
+@form()
+def sinks_as_low_as_the_mask(g):
+    def fn(q, k, v, m):
+        s = torch.cat([torch.full((g.B, g.H, g.S, 2), NEG, dtype=q.dtype), sc(q, k).masked_fill(~m, -1e9)], -1)
+        return s.softmax(-1)[..., 2:] @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True)[:, None, None])
+
+
+@form()
+def weights_sliced_keys_inside(g):
+    return (lambda q, k, v, w: (sc(q, k).softmax(-1) * w)[..., 3:9] @ v[:, :, 3:9]), (*g.qkv(), g.r(g.S))
+
+
+@form()
 def null_key_cat_scores(g):
     def fn(q, k, v):
         p = torch.cat([torch.zeros(g.B, g.H, g.S, 1, dtype=q.dtype), sc(q, k)], -1).softmax(-1)
@@ -644,7 +678,7 @@ def null_key_cat_scores(g):
     return fn, g.qkv()
 
 
-@form(skip="*")
+@form(skip="several_contractions")
 def two_scores_concatenated(g):
     def fn(q, k, v, k2, v2):
         p = torch.cat([sc(q, k), sc(q, k2)], -1).softmax(-1)
@@ -653,7 +687,7 @@ def two_scores_concatenated(g):
     return fn, (*g.qkv(), *g.qkv()[:2])
 
 
-@form(skip="*")
+@form()
 def weights_sliced_keys(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[..., :5] @ v[:, :, :5]), g.qkv()
 
