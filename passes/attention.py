@@ -24,7 +24,7 @@ from torchflash.passes.contraction import CONTRACTIONS, Contraction, Operand, co
 from torchflash.passes.graph import operation, tensor
 from torchflash.passes.index import Index
 from torchflash.passes.reader import Dot, Indices, Reader
-from torchflash.passes.softmax import Failure, Weights, find_softmax
+from torchflash.passes.softmax import Failure, Weights, find_softmaxes
 from torchflash.passes.views import VIEWS, peel_steps
 from torchflash.score import Expr, build, name
 
@@ -66,9 +66,9 @@ class Attention:
     dropout_p: float
 
 
-def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | Failure | None:
-    """The attention block that ends in `root`; a Failure that says which step of the proof fails; None where nothing
-    hints at attention. `probabilities` are the nodes that may hold weights."""
+def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> tuple[Attention, ...] | Failure | None:
+    """The attention blocks that `root` is the sum of, mostly one; a Failure that says which step of the proof fails;
+    None where nothing hints at attention. `probabilities` are the nodes that may hold weights."""
     result = tensor(root)
     assert result is not None
     dims: tuple[tuple[Index, ...], ...] = tuple((ix.axis(f"a{i}", size),) for i, size in enumerate(ix.shape_of(result)))
@@ -95,7 +95,7 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
-) -> Attention | Failure | _Split | None:
+) -> tuple[Attention, ...] | Failure | _Split | None:
     index = tuple(ix.fold(d) for d in dims)
     second, denominator = _second(r, root, index)
     if second is None or len(second.summed) != 1:
@@ -114,11 +114,15 @@ def _prove(
             weights = build("/", weights, denominator)
         if not r.depends(weights):
             continue
-        found = find_softmax(r, weights, n, second.node)
-        block = found if isinstance(found, Failure) else _block(r, root, dims, second, _values(v, n, found), found)
-        if isinstance(block, Attention):
-            return block
-        failure = failure or block
+        found = find_softmaxes(r, weights, n, second.node)
+        if isinstance(found, Failure):
+            failure = failure or found
+            continue
+        parts = [_block(r, root, dims, second, _values(v, n, w), w) for w in found]
+        blocks = tuple(b for b in parts if isinstance(b, Attention))
+        if len(blocks) == len(parts):
+            return blocks
+        failure = failure or next(b for b in parts if not isinstance(b, Attention))
     return failure
 
 

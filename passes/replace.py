@@ -92,21 +92,29 @@ class Emitter:
 
 
 def replace(
-    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, tuning: str, emitted: Emitted
-) -> Node | Failure:
-    """Emits the operator before the root of `block`, with `tuning` as its last argument, and the views around it.
+    r: Reader,
+    graph: Graph,
+    parts: Sequence[tuple[Attention, Programs]],
+    layout: str,
+    tuning: str,
+    emitted: Emitted,
+) -> list[Node] | Failure:
+    """Emits before their root the operators of the blocks it is the sum of, with `tuning` as their last argument, and
+    the views around them.
 
-    Returns the operator's node and notes in `emitted` which node has the root's value. The root itself stays until the
+    Returns the operators' nodes and notes in `emitted` which node has the root's value. The root itself stays until the
     caller redirects its users."""
-    out = Emitter(graph, block.root, emitted)
+    root = parts[0][0].root
+    out = Emitter(graph, root, emitted)
     tables = dict(emitted.tables)
     try:
-        call, node = _emit(out, r, block, programs, layout, tuning, tables)
+        both = [_emit(out, r, block, programs, layout, tuning, tables) for block, programs in parts]
+        node = functools.reduce(lambda a, b: out.call(operator.add, a, b), (result for _, result in both))
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        return Failure("mismatch", f"the replacement could not be built: {reason}", block.root)
-    expected, got = tensor(block.root), tensor(node)
+        return Failure("mismatch", f"the replacement could not be built: {reason}", root)
+    expected, got = tensor(root), tensor(node)
     assert expected is not None and got is not None
     for what, a, b in (
         ("shape", tuple(expected.shape), tuple(got.shape)),
@@ -115,10 +123,10 @@ def replace(
     ):
         if not _same(a, b):
             out.undo()
-            return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", block.root)
+            return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", root)
     emitted.tables = tables
-    emitted.results[block.root] = node
-    return call
+    emitted.results[root] = node
+    return [call for call, _ in both]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -37,8 +37,10 @@ EXPONENTIALS = frozenset(("exp", "exp2"))
 
 @dataclass
 class _Candidate:
-    block: Attention
-    programs: Programs
+    """The blocks that `root` is the sum of, with their programs."""
+
+    root: Node
+    parts: tuple[tuple[Attention, Programs], ...]
     chain: frozenset[Node]
 
 
@@ -117,13 +119,18 @@ def _candidates(
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
     if batched(root) or root in r.transformed:
         return Failure("transform", "inside a function transform of torch.func", root)
-    block = prove(r, root, probabilities)
-    if not isinstance(block, Attention):
-        return block
-    found = programs(r, block)
-    if isinstance(found, Failure):
-        return found
-    return _written_since(r, block, found) or _Candidate(block, found, _chain(r, block))
+    blocks = prove(r, root, probabilities)
+    if not isinstance(blocks, tuple):
+        return blocks
+    parts: list[tuple[Attention, Programs]] = []
+    for block in blocks:
+        found = programs(r, block)
+        if isinstance(found, Failure):
+            return found
+        if (written := _written_since(r, block, found)) is not None:
+            return written
+        parts.append((block, found))
+    return _Candidate(root, tuple(parts), frozenset().union(*(_chain(r, b) for b in blocks)))
 
 
 def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
@@ -210,7 +217,8 @@ def _apply(
             candidates.remove(c)
             user = users[0]
             what = "returned" if user.op == "output" else f"used by {user.name}"
-            failures[c.block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
+            for block, _ in c.parts:
+                failures[block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
     order = r.versions.order
     records: list[tuple[int, Rewritten | Skipped]] = []
     emitted, tuning = Emitted(), options.tuning().write()
@@ -218,22 +226,26 @@ def _apply(
     for c in candidates:
         if options.verify:
             emitted.tables = {}  # each block has its own, so that its gradients can be told apart
-        call = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), tuning, emitted)
-        if isinstance(call, Failure):
-            failures[c.block.softmax] = call
+        if options.verify and len(c.parts) > 1:
+            calls: list[Node] | Failure = Failure("several_softmaxes", "torchflash.verify compares them one at a time")
+        else:
+            calls = replace(r, gm.graph, c.parts, choose_layout(c.parts[0][0]), tuning, emitted)
+        if isinstance(calls, Failure):
+            failures.update((block.softmax, calls) for block, _ in c.parts)
             continue
         rewritten.append(c)
-        record = _rewritten(c, call)
-        records.append((order[c.block.root], record))
-        if options.verify:
-            keep(r, gm, c.block, c.programs, call, emitted, alive, record)
-    dead = _dead(r, {c.block.root for c in rewritten}, _alive(r, rewritten))
+        for (block, programs_), call in zip(c.parts, calls, strict=True):
+            record = _rewritten(block, programs_, call)
+            records.append((order[c.root], record))
+            if options.verify:
+                keep(r, gm, block, programs_, call, emitted, alive, record)
+    dead = _dead(r, {c.root for c in rewritten}, _alive(r, rewritten))
     for c in rewritten:
-        c.block.root.replace_all_uses_with(emitted.results[c.block.root])
+        c.root.replace_all_uses_with(emitted.results[c.root])
     for n in reversed(r.versions.nodes):
         if n in dead and not n.users:
             gm.graph.erase_node(n)
-    done = {n for c in rewritten for n in (*c.chain, c.block.softmax)}
+    done = {n for c in rewritten for n in (*c.chain, *(b.softmax for b, _ in c.parts))}
     unknown = Failure("no_values", "the result is not contracted with values")
     for node in order:
         if node not in done and (node in failures or operation(node) in ANCHORS):
@@ -246,7 +258,7 @@ def _apply(
 
 def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
     """The nodes that are still needed once every candidate is rewritten."""
-    inputs = {c.block.root: _inputs(r, c) for c in candidates}
+    inputs = {c.root: _inputs(r, c) for c in candidates}
     stack = [n for n in r.versions.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
     alive: set[Node] = set()
     while stack:
@@ -266,7 +278,7 @@ def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
 
 def _inputs(r: Reader, c: _Candidate) -> list[Node]:
     """What the operator reads, and the writes that make it what was read."""
-    held = [*_operands(r, c.block), *c.programs.reads]
+    held = [x for block, found in c.parts for x in (*_operands(r, block), *found.reads)]
     return [n for node, since in held for n in (node, *r.versions.writers(node, since))]
 
 
@@ -285,7 +297,7 @@ def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:
     kept = c.chain & alive
     if not kept:
         return []
-    users = [u for n in kept for u in n.users if u in alive and u not in c.chain and u is not c.block.root]
+    users = [u for n in kept for u in n.users if u in alive and u not in c.chain and u is not c.root]
     users = users or [u for u in alive if any(a in kept for a in u.all_input_nodes) and u not in c.chain] or list(kept)
     return sorted(users, key=r.versions.order.__getitem__)
 
@@ -304,8 +316,7 @@ def _dead(r: Reader, roots: set[Node], alive: set[Node]) -> set[Node]:
     return dead
 
 
-def _rewritten(c: _Candidate, operator_: Node) -> Rewritten:
-    block, p = c.block, c.programs
+def _rewritten(block: Attention, p: Programs, operator_: Node) -> Rewritten:
     q, k, v = (dims(tensor(a)) for a in operator_.args[:3])  # type: ignore[arg-type]
     itemsize = block.qk_dtype.itemsize
     device = tensor(block.root).device  # type: ignore[union-attr]

@@ -45,8 +45,8 @@ class Weights:
     start: ix.Index
 
 
-def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | Failure:
-    """The one softmax over axis `n` inside the weights `e`, and the weights as a function of it."""
+def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Weights, ...] | Failure:
+    """The softmaxes over axis `n` inside the weights `e`, of which `e` is the sum of the weights returned."""
     matches: dict[Expr, tuple[Expr, Node]] = {}
     failure: Failure | None = None
     stack = [e]
@@ -61,15 +61,52 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
             failure = failure or found
         else:
             stack.extend(x.args)
-    if len(matches) > 1:
-        return Failure(
-            "several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes", consumer
-        )
     if failure is not None or not matches:
         return failure or Failure("no_scores", "what is contracted with the values is not a softmax", consumer)
-    ((where, (scores, node)),) = matches.items()
+    if len(matches) == 1:
+        ((where, (scores, node)),) = matches.items()
+        whole = _weights(r, score.substitute(e, {where: name("p")}, build), where, scores, node, n, consumer)
+        return whole if isinstance(whole, Failure) else (whole,)
+    mixture = score.substitute(e, dict.fromkeys(matches, name("p")), build)
+    if any(x.op in ("dropout", "nan_to_num") for x in score.topological(mixture)) or not linear(mixture):
+        return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes",
+                       consumer)  # fmt: skip
+    parts: list[Weights] = []
+    for where, (scores, node) in sorted(matches.items(), key=lambda found: r.versions.order[found[1][1]]):
+        post = _part(e, where, frozenset(matches))
+        assert post is not None
+        part = _weights(r, post, where, scores, node, n, consumer)
+        if isinstance(part, Failure):
+            return part
+        parts.append(part)
+    return tuple(parts)
+
+
+def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
+    """The part that has `softmax`, as p, of what is linear in all softmaxes together; None where there is none."""
+    if e is softmax:
+        return name("p")
+    if e in others or (e.op == "const" and e.value == 0):
+        return None
+    parts = [_part(x, softmax, others) for x in e.args]
+    match e.op:
+        case "+" | "-":
+            a, b = parts
+            if b is None:
+                return a
+            return build("neg", b) if a is None and e.op == "-" else b if a is None else build(e.op, a, b)
+        case "where" if any(x is not None for x in parts):
+            return build("where", e.args[0], *(const(0.0) if x is None else x for x in parts[1:]))
+    if all(x is None for x in parts):
+        return None
+    return build(e.op, *(y if x is None else x for x, y in zip(parts, e.args, strict=True)))
+
+
+def _weights(
+    r: Reader, post: Expr, where: Expr, scores: Expr, node: Node, n: ix.Index, consumer: Node
+) -> Weights | Failure:
+    """`post` is the weights as a function of p, which is the softmax `where` of `scores`."""
     keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
-    post = score.substitute(e, {where: name("p")}, build)
     if r.depends(post):
         return Failure("nonlinear_weights", "the scores are used again after the softmax", consumer)
     dropouts = [x for x in score.topological(post) if x.op == "dropout"]

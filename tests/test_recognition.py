@@ -269,7 +269,7 @@ REASONS: dict[str, str | Form] = {
     "weights_used": "weights_mean_returned",
     "softmax_axis": "over_heads",
     "several_contractions": "content_twice",
-    "several_softmaxes": "differential",
+    "several_softmaxes": "softmaxes_multiplied",
     "denominator": "softmax_one",
     "nonlinear_weights": "post_square",
     "layout": "weights_sliced_queries",

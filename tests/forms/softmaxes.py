@@ -605,9 +605,42 @@ def weights_shape_used(g):
     return (lambda q, k, v: (lambda p: (p @ v) * (p.shape[-1] ** 0.5))(sc(q, k).softmax(-1))), g.qkv()
 
 
-@form(skip="*")
+@form(blocks=2)
 def differential(g):
     return (lambda q, k, v, q2, k2: (sc(q, k).softmax(-1) - 0.3 * sc(q2, k2).softmax(-1)) @ v), (*g.qkv(), *g.qkv()[:2])
+
+
+@form(blocks=2)
+def differential_lambda_and_gate(g):
+    def fn(q, k, v, q2, k2, a, b, m):
+        p1 = sc(q, k).masked_fill(~m, NEG).softmax(-1)
+        p2 = sc(q2, k2).softmax(-1)
+        return ((p1 - a.exp() * p2) * b) @ v
+
+    mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
+    return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.H, 1, 1), g.r(g.H, g.S, 1), mask)
+
+
+@form(skip="several_softmaxes", random=True)
+def differential_one_dropout(g):
+    return (lambda q, k, v, w: F.dropout(sc(q, k).softmax(-1) - 0.3 * sc(q, w).softmax(-1), 0.5) @ v), (
+        *g.qkv(),
+        g.qkv()[1],
+    )
+
+
+@form(skip="several_softmaxes")
+def softmaxes_multiplied(g):
+    return (lambda q, k, v, w: (sc(q, k).softmax(-1) * sc(q, w).softmax(-1)) @ v), (*g.qkv(), g.qkv()[1])
+
+
+@form(skip="weights_used")
+def differential_one_returned(g):
+    def fn(q, k, v, w):
+        p = sc(q, k).softmax(-1)
+        return (p - 0.3 * sc(q, w).softmax(-1)) @ v, p
+
+    return fn, (*g.qkv(), g.qkv()[1])
 
 
 @form(blocks=2)
