@@ -66,9 +66,23 @@ class Attention:
     dropout_p: float
 
 
-def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> tuple[Attention, ...] | Failure | None:
-    """The attention blocks that `root` is the sum of, mostly one; a Failure that says which step of the proof fails;
-    None where nothing hints at attention. `probabilities` are the nodes that may hold weights."""
+@dataclass(frozen=True)
+class Given:
+    """The part of a mixture whose weights come from no queries and keys: `weights`, a softmax in the graph, times
+    `factor`, contracted with the values of the blocks beside it."""
+
+    weights: Operand
+    factor: Expr
+    beside: Attention
+    softmax: Node
+
+
+def prove(
+    r: Reader, root: Node, probabilities: frozenset[Node]
+) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | None:
+    """The attention blocks that `root` is the sum of, mostly one, and what is added to them; a Failure that says which
+    step of the proof fails; None where nothing hints at attention. `probabilities` are the nodes that may hold
+    weights."""
     result = tensor(root)
     assert result is not None
     dims: tuple[tuple[Index, ...], ...] = tuple((ix.axis(f"a{i}", size),) for i, size in enumerate(ix.shape_of(result)))
@@ -95,7 +109,7 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
-) -> tuple[Attention, ...] | Failure | _Split | None:
+) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
     index = tuple(ix.fold(d) for d in dims)
     second, denominator = _second(r, root, index)
     if second is None or len(second.summed) != 1:
@@ -120,8 +134,10 @@ def _prove(
             continue
         parts = [_block(r, root, dims, second, _values(v, n, w), w) for w in found]
         blocks = tuple(b for b in parts if isinstance(b, Attention))
-        if len(blocks) == len(parts):
-            return blocks
+        others = [g for b, w in zip(parts, found, strict=True) if not isinstance(b, Attention)
+                  and (g := _given(r, b, w, blocks)) is not None]  # fmt: skip
+        if blocks and len(blocks) + len(others) == len(parts):
+            return blocks, tuple(others)
         failure = failure or next(b for b in parts if not isinstance(b, Attention))
     return failure
 
@@ -219,6 +235,27 @@ def _block(
         weights.post,
         weights.dropout_p,
     )
+
+
+def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Attention]) -> Given | None:
+    if not isinstance(found, Failure) or found.code != "no_scores" or not blocks or w.p.op != "softmax":
+        return None
+    roles = blocks[0].roles
+    weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
+    factor = score.substitute(w.post, {name("p"): score.const(1.0)}, build)
+    groups = (roles.batch, roles.heads, roles.queries)
+    if (
+        r.depends(w.scores)
+        or w.dropout_p
+        or w.keys is not roles.keys
+        or not _whole(weights)
+        or any(len(g) != 1 for g in (*groups, roles.columns))
+        or any(_group(i) for i in weights.index)
+        or any(x.op in ("where", "nan_to_num", "detach") for x in score.topological(w.post))
+        or not ix.expr_axes(factor) <= {roles.keys, *(a for g in groups for a in g)}
+    ):
+        return None
+    return Given(weights, factor, blocks[0], w.softmax)
 
 
 def _needs_gradient(o: Operand) -> bool:

@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.attention import Attention, Operand
+from torchflash.passes.attention import Attention, Given, Operand
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.program import Programs
@@ -95,12 +95,13 @@ def replace(
     r: Reader,
     graph: Graph,
     parts: Sequence[tuple[Attention, Programs]],
+    given: Sequence[Given],
     layout: str,
     tuning: str,
     emitted: Emitted,
 ) -> list[Node] | Failure:
-    """Emits before their root the operators of the blocks it is the sum of, with `tuning` as their last argument, and
-    the views around them.
+    """Emits before their root the operators of the blocks it is the sum of, with `tuning` as their last argument, the
+    views around them, and what is added to them.
 
     Returns the operators' nodes and notes in `emitted` which node has the root's value. The root itself stays until the
     caller redirects its users."""
@@ -109,7 +110,8 @@ def replace(
     tables = dict(emitted.tables)
     try:
         both = [_emit(out, r, block, programs, layout, tuning, tables) for block, programs in parts]
-        node = functools.reduce(lambda a, b: out.call(operator.add, a, b), (result for _, result in both))
+        terms = [*(result for _, result in both), *(_given(out, r, g, layout) for g in given)]
+        node = functools.reduce(lambda a, b: out.call(operator.add, a, b), terms)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
@@ -173,6 +175,17 @@ def _emit(
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
         node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not
     return both, _result(out, node, block, layout)
+
+
+def _given(out: Emitter, r: Reader, g: Given, layout: str) -> Node:
+    block, roles = g.beside, g.beside.roles
+    p = _operand(out, g.weights, (roles.batch, roles.heads, roles.queries, (roles.keys,)), block.v_dtype, expand=True)
+    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype, expand=True)
+    axes = (*roles.batch, *roles.heads, *roles.queries, roles.keys)
+    device = tensor(block.root).device  # type: ignore[union-attr]
+    factor = score.interpret(g.factor, Emission(out, axes, r.held, lambda size: _size(out, size), device))
+    weights = out.method("to", out.call(operator.mul, p, factor), block.v_dtype)
+    return _result(out, out.call(torch.matmul, weights, v), block, layout)
 
 
 def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from torchflash import score
 from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, prove
+from torchflash.passes.attention import CASTS, Attention, Given, prove
 from torchflash.passes.composites import open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
@@ -37,10 +38,11 @@ EXPONENTIALS = frozenset(("exp", "exp2"))
 
 @dataclass
 class _Candidate:
-    """The blocks that `root` is the sum of, with their programs."""
+    """The blocks that `root` is the sum of, with their programs, and what is added to them."""
 
     root: Node
     parts: tuple[tuple[Attention, Programs], ...]
+    given: tuple[Given, ...]
     chain: frozenset[Node]
 
 
@@ -119,9 +121,10 @@ def _candidates(
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
     if batched(root) or root in r.transformed:
         return Failure("transform", "inside a function transform of torch.func", root)
-    blocks = prove(r, root, probabilities)
-    if not isinstance(blocks, tuple):
-        return blocks
+    proven = prove(r, root, probabilities)
+    if not isinstance(proven, tuple):
+        return proven
+    blocks, given = proven
     parts: list[tuple[Attention, Programs]] = []
     for block in blocks:
         found = programs(r, block)
@@ -130,7 +133,10 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
         if (written := _written_since(r, block, found)) is not None:
             return written
         parts.append((block, found))
-    return _Candidate(root, tuple(parts), frozenset().union(*(_chain(r, b) for b in blocks)))
+    for g in given:
+        if any(r.versions.written_between(node, since, r.versions.order[root]) for node, since in _reads(r, g)):
+            return Failure("mutation", f"what {g.softmax.name} is multiplied by is written before the end", g.softmax)
+    return _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
 
 
 def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
@@ -226,14 +232,16 @@ def _apply(
     for c in candidates:
         if options.verify:
             emitted.tables = {}  # each block has its own, so that its gradients can be told apart
-        if options.verify and len(c.parts) > 1:
+        if options.verify and len(c.parts) + len(c.given) > 1:
             calls: list[Node] | Failure = Failure("several_softmaxes", "torchflash.verify compares them one at a time")
         else:
-            calls = replace(r, gm.graph, c.parts, choose_layout(c.parts[0][0]), tuning, emitted)
+            calls = replace(r, gm.graph, c.parts, c.given, choose_layout(c.parts[0][0]), tuning, emitted)
         if isinstance(calls, Failure):
             failures.update((block.softmax, calls) for block, _ in c.parts)
             continue
         rewritten.append(c)
+        kept = Failure("no_scores", "what is normalised is not a contraction of queries with keys")
+        failures.update((g.softmax, kept) for g in c.given)
         for (block, programs_), call in zip(c.parts, calls, strict=True):
             record = _rewritten(block, programs_, call)
             records.append((order[c.root], record))
@@ -279,7 +287,12 @@ def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
 def _inputs(r: Reader, c: _Candidate) -> list[Node]:
     """What the operator reads, and the writes that make it what was read."""
     held = [x for block, found in c.parts for x in (*_operands(r, block), *found.reads)]
+    held += [x for g in c.given for x in _reads(r, g)]
     return [n for node, since in held for n in (node, *r.versions.writers(node, since))]
+
+
+def _reads(r: Reader, g: Given) -> list[tuple[Node, int]]:
+    return [(g.softmax, r.versions.order[g.softmax]), *(r.held[x.value[1:]] for x in score.loads(g.factor))]
 
 
 def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:

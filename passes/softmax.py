@@ -43,10 +43,12 @@ class Weights:
     softmax: Node  # the call, or the division or exponential that ends the one by hand
     keys: ix.Index
     start: ix.Index
+    p: Expr  # what was found to be the softmax
 
 
 def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Weights, ...] | Failure:
     """The softmaxes over axis `n` inside the weights `e`, of which `e` is the sum of the weights returned."""
+    e = _normalised(r, e, n)
     matches: dict[Expr, tuple[Expr, Node]] = {}
     failure: Failure | None = None
     stack = [e]
@@ -80,6 +82,27 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
             return part
         parts.append(part)
     return tuple(parts)
+
+
+def _normalised(r: Reader, e: Expr, n: ix.Index) -> Expr:
+    """`e` with sums over the keys of softmaxes, each times what is the same for all keys, as the sum of the factors."""
+    sums: dict[Expr, Expr] = {}
+    for x in score.topological(e):
+        if x.op != "reduce" or x.value.op != "sum" or (body := _body(r, x.value, n)) is None:
+            continue
+        parts = score.topological(body)
+        softmaxes = {y for y in parts if y.op == "softmax" and _extent(y.value, n) == (n, ix.ZERO)}
+        factor = score.substitute(body, dict.fromkeys(softmaxes, const(1.0)), build)
+        if (
+            softmaxes
+            and linear(score.substitute(body, dict.fromkeys(softmaxes, name("p")), build))
+            and not any(y.op in ("where", "nan_to_num", "dropout", "detach") for y in parts)
+            and not r.depends(factor)
+            and n not in ix.expr_axes(factor)
+            and not any(n in ix.axes(i) for y in softmaxes for d, i in enumerate(y.value.index) if d != y.value.dim)
+        ):
+            sums[x] = factor
+    return score.substitute(e, sums, build) if sums else e
 
 
 def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
@@ -123,7 +146,7 @@ def _weights(
         if post is not name("p"):
             post = build("where", _within(keys, start, ix.axis_size(n)), post, const(0.0))
     scores = strip_row_constants(r, scores, keys)
-    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node, keys, start)
+    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node, keys, start, where)
 
 
 def _extent(s: Softmax, n: ix.Index) -> tuple[ix.Index, ix.Index]:

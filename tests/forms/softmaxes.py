@@ -501,9 +501,23 @@ def post_clamp(g):
     return (lambda q, k, v: sc(q, k).softmax(-1).clamp(min=0.05) @ v), g.qkv()
 
 
-@form(skip="*")
+@form()
 def post_renormalise(g):
     return (lambda q, k, v: (lambda p: (p / (p.sum(-1, keepdim=True) + 1e-9)) @ v)(sc(q, k).softmax(-1) * 2)), g.qkv()
+
+
+@form(skip="nonlinear_weights")
+def post_renormalise_after_mask(g):
+    def fn(q, k, v, m):
+        p = sc(q, k).softmax(-1).masked_fill(~m, 0)
+        return (p / p.sum(-1, keepdim=True)) @ v
+
+    return fn, (*g.qkv(), g.keep(g.S, g.S))
+
+
+@form(skip="nonlinear_weights")
+def post_renormalise_over_queries(g):
+    return (lambda q, k, v: (lambda p: (p / p.sum(-2, keepdim=True)) @ v)(sc(q, k).softmax(-1))), g.qkv()
 
 
 @form(skip="*")
@@ -619,6 +633,25 @@ def differential_lambda_and_gate(g):
 
     mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
     return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.H, 1, 1), g.r(g.H, g.S, 1), mask)
+
+
+@form()
+def convit_gated_positions(g):
+    def fn(q, k, v, positions, gate):
+        a = torch.sigmoid(gate.view(1, -1, 1, 1))
+        p = (1.0 - a) * sc(q, k).softmax(-1) + a * positions.softmax(-1)
+        p /= p.sum(-1).unsqueeze(-1)
+        return p @ v
+
+    return fn, (*g.qkv(), g.r(1, g.H, g.S, g.S), g.r(g.H))
+
+
+@form()
+def mixture_with_given_weights_and_key_weight(g):
+    def fn(q, k, v, positions, w):
+        return ((sc(q, k).softmax(-1) - positions.softmax(-1)) * w) @ v
+
+    return fn, (*g.qkv(), g.r(g.B, g.H, g.S, g.S), g.r(g.S))
 
 
 @form(skip="several_softmaxes", random=True)
