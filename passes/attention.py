@@ -200,11 +200,15 @@ def _block(
     loaded: dict[Expr, Expr] = {}
     for x in leaves:
         if x is not main:
-            bias = beside.load(x.value, products.get(x))
+            bias = beside.load(x, products.get(x))
             if isinstance(bias, Failure):
                 return bias
-            loaded[x] = bias
+            loaded.update(bias)
     scores = score.substitute(weights.scores, {main: name("s"), **loaded}, build)
+    if r.depends(scores):
+        return Failure(
+            "several_contractions", "a contraction that the scores add cannot be told apart", weights.softmax
+        )
     first = products[main]
     for dtype in (first.dtype, second.dtype):
         if dtype not in DTYPES:

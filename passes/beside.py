@@ -35,19 +35,21 @@ class Beside:
     def _bases(self, *operands: Operand) -> set[Node]:
         return {peel_steps(self.r, o)[-1].node for o in operands}
 
-    def load(self, dot: Dot, c: Contraction | None) -> Expr | Failure:
-        """The contraction `dot` as a load."""
+    def load(self, e: Expr, c: Contraction | None) -> dict[Expr, Expr] | Failure:
+        """What of the scores becomes which load, for the contraction `e`."""
+        dot: Dot = e.value
         failure = Failure("several_contractions", f"the scores add another contraction ({dot.node.name})", dot.node)
         if c is None:
             return failure
+        # the tensor may hold more than the product: baddbmm adds another to it
+        whole = {self.r.read(dot.node, dot.index): self.r.load(dot.node, dot.index)}
         if not self._square(dot):
-            return self.r.load(dot.node, dot.index)
+            return whole
         for rows, other in ((c.lhs, c.rhs), (c.rhs, c.lhs)):
             if self._paired(other):
-                return self._project(c, rows, other) or self.r.load(dot.node, dot.index)
-        if self.bases & self._bases(c.lhs, c.rhs):
-            return failure
-        return self.r.load(dot.node, dot.index)
+                projected = self._project(c, rows, other)
+                return whole if projected is None else {e: projected}
+        return failure if self.bases & self._bases(c.lhs, c.rhs) else whole
 
     def _square(self, dot: Dot) -> bool:
         """Has an element for every query and key: neither gathered from fewer, nor for groups of keys."""

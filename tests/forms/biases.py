@@ -106,6 +106,35 @@ def bias_addmm_2d(g):
 
 
 @form()
+def bias_from_baddbmm(g):
+    def fn(q, k, v, b, x, y):
+        return (q @ k.mT + torch.baddbmm(b, x, y, beta=0.5, alpha=2.0)).softmax(-1) @ v
+
+    B = g.B * g.H
+    return fn, (*[g.r(B, g.S, g.D) for _ in range(3)], g.r(B, g.S, g.S), g.r(B, g.S, 5), g.r(B, 5, g.S))
+
+
+@form()
+def bias_from_addmm(g):
+    def fn(q, k, v, b, x, y):
+        return (torch.baddbmm(b, q, k.mT) + torch.addmm(b[0], x, y) * 0.5).softmax(-1) @ v
+
+    B = g.B * g.H
+    return fn, (*[g.r(B, g.S, g.D) for _ in range(3)], g.r(B, g.S, g.S), g.r(g.S, 5), g.r(5, g.S))
+
+
+@form()
+def shaw_by_baddbmm(g):
+    def fn(q, k, v, b, e):
+        i = torch.arange(g.S)
+        r = e[i[:, None] - i[None] + g.S - 1]
+        x = torch.baddbmm(b, q.transpose(0, 1), r.mT).transpose(0, 1)
+        return (q @ k.mT + x).softmax(-1) @ v
+
+    return fn, (*[g.r(g.B, g.S, g.D) for _ in range(3)], g.r(g.S, g.B, g.S), g.r(2 * g.S - 1, g.D))
+
+
+@form()
 def bias_permuted_bsh(g):
     return (lambda q, k, v, b: (sc(q, k) + b.permute(0, 3, 1, 2)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.S, g.S, g.H))
 
