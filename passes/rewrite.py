@@ -302,7 +302,8 @@ def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
 def _effects(r: Reader, n: Node) -> bool:
     if n in r.versions.harmless:
         return False
-    return in_place_target(n) is not None or n.is_impure()
+    # drawing random numbers is none, or no dropout of aten could go
+    return in_place_target(n) is not None or (operation(n) != "dropout" and n.is_impure())
 
 
 def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:

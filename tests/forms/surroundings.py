@@ -462,6 +462,19 @@ def multihead_attention_module(g):
     return g.module(A()), (g.x(),)
 
 
+@form(random=True)
+def multihead_attention_dropout(g):
+    class A(nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.m = nn.MultiheadAttention(32, 4, dropout=0.2, batch_first=True)
+
+        def forward(s, x):
+            return s.m(x, x, x)[0]
+
+    return g.module(A()), (g.x(),)
+
+
 @form()
 def multihead_attention_zeros_and_masks(g):
     class A(nn.Module):
