@@ -142,6 +142,35 @@ mask_two_of_them
 """,  # noqa: E501
         )  # fmt: skip
 
+    def test_relative_positions_and_sinks(self) -> None:
+        self.assertExpectedInline(
+            programs("shaw", "shaw_clamped_by_queries_and_keys", "sam_decomposed_relpos", "sinks_and_causal_mask",
+                     "null_key_cat_scores", "weights_sliced_keys_inside", "differential_lambda_and_gate"),
+            """\
+shaw
+    score 0.35355339059327373 * s + t0[b, h, m, m + 12 - n]
+shaw_clamped_by_queries_and_keys
+    score x0 = m - n; x1 = where(x0 > 5, 5, x0); x2 = where(x1 < -5, -5, x1) + 5; 0.35355339059327373 * s + t0[b, h, m, x2] + t1[b, h, n, x2]
+sam_decomposed_relpos
+    score x0 = m // 4; x1 = m % 4; s + t0[h, x0, x1, n // 4] + t1[h, x0, x1, n % 4]
+sinks_and_causal_mask
+    score where(n < 13, 0.35355339059327373 * s + where(n >= m + 1, -3.4028234663852886e+38, 0.0), t0[h])
+    keep  (n >= 13) & ~(t0[h] <= -3.4028234663852886e+38) | (n < m + 1)
+null_key_cat_scores
+    score where(n < 1, 0.0, 0.35355339059327373 * s)
+weights_sliced_keys_inside
+    score 0.35355339059327373 * s
+    post  where((n >= 3) & (n < 9), p * t0[n], 0.0)
+differential_lambda_and_gate
+    score where(t0[m, n], 0.35355339059327373 * s, -inf)
+    keep  t0[m, n]
+    post  p * t1[h, m, 0]
+differential_lambda_and_gate
+    score 0.35355339059327373 * s
+    post  -(t0[h, 0, 0] * p) * t1[h, m, 0]
+""",  # noqa: E501
+        )  # fmt: skip
+
     def test_biases(self) -> None:
         self.assertExpectedInline(
             programs("alibi_buffer", "alibi_bloom_build", "t5_buckets", "relative_table_clamped", "swinv2_cosine",
