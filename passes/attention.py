@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torchflash import score
 from torchflash.passes import index as ix
+from torchflash.passes.beside import Beside
 from torchflash.passes.contraction import CONTRACTIONS, Contraction, Operand, contraction
 from torchflash.passes.graph import operation, tensor
 from torchflash.passes.index import Index
 from torchflash.passes.reader import Dot, Indices, Reader
-from torchflash.passes.softmax import Failure, Weights, find_softmax
+from torchflash.passes.softmax import Failure, Weights, find_softmaxes
 from torchflash.passes.views import VIEWS, peel_steps
 from torchflash.score import Expr, build, name
 
@@ -67,9 +66,23 @@ class Attention:
     dropout_p: float
 
 
-def prove(r: Reader, root: Node, probabilities: frozenset[Node]) -> Attention | Failure | None:
-    """The attention block that ends in `root`; a Failure that says which step of the proof fails; None where nothing
-    hints at attention. `probabilities` are the nodes that may hold weights."""
+@dataclass(frozen=True)
+class Given:
+    """The part of a mixture whose weights come from no queries and keys: `weights`, a softmax in the graph, times
+    `factor`, contracted with the values of the blocks beside it."""
+
+    weights: Operand
+    factor: Expr
+    beside: Attention
+    softmax: Node
+
+
+def prove(
+    r: Reader, root: Node, probabilities: frozenset[Node]
+) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | None:
+    """The attention blocks that `root` is the sum of, mostly one, and what is added to them; a Failure that says which
+    step of the proof fails; None where nothing hints at attention. `probabilities` are the nodes that may hold
+    weights."""
     result = tensor(root)
     assert result is not None
     dims: tuple[tuple[Index, ...], ...] = tuple((ix.axis(f"a{i}", size),) for i, size in enumerate(ix.shape_of(result)))
@@ -96,7 +109,7 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
-) -> Attention | Failure | _Split | None:
+) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
     index = tuple(ix.fold(d) for d in dims)
     second, denominator = _second(r, root, index)
     if second is None or len(second.summed) != 1:
@@ -115,11 +128,17 @@ def _prove(
             weights = build("/", weights, denominator)
         if not r.depends(weights):
             continue
-        found = find_softmax(r, weights, n, second.node)
-        block = found if isinstance(found, Failure) else _block(r, root, dims, second, v, found)
-        if isinstance(block, Attention):
-            return block
-        failure = failure or block
+        found = find_softmaxes(r, weights, n, second.node)
+        if isinstance(found, Failure):
+            failure = failure or found
+            continue
+        parts = [_block(r, root, dims, second, _values(v, n, w), w) for w in found]
+        blocks = tuple(b for b in parts if isinstance(b, Attention))
+        others = [g for b, w in zip(parts, found, strict=True) if not isinstance(b, Attention)
+                  and (g := _given(r, b, w, blocks)) is not None]  # fmt: skip
+        if blocks and len(blocks) + len(others) == len(parts):
+            return blocks, tuple(others)
+        failure = failure or next(b for b in parts if not isinstance(b, Attention))
     return failure
 
 
@@ -146,10 +165,16 @@ def _second(r: Reader, root: Node, index: Indices) -> tuple[Contraction | None, 
     return contraction(r, Dot(node, tuple(at)), "n"), r.read(divisor, ix.broadcast(ix.shape_of(t), index), root)
 
 
+def _values(v: Operand, n: Index, weights: Weights) -> Operand:
+    """The values over all keys of the softmax."""
+    at = ix.sympy.expand(weights.keys - weights.start)
+    return Operand(v.node, tuple(ix.sympy.expand(i.subs(n, at)) for i in v.index), v.user)
+
+
 def _block(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], second: Contraction, v: Operand, weights: Weights
 ) -> Attention | Failure | _Split:
-    n = second.summed[0]
+    n = weights.keys
     leaves = [x for x in score.topological(weights.scores) if x.op in ("dot", "reduce", "softmax")]
     for leaf in leaves:
         if leaf.op != "dot":
@@ -171,17 +196,19 @@ def _block(
         proper, key=lambda x: (any(_needs_gradient(o) for o in sides[x]), len(products[x].summed), _extent(products[x]))
     )
     q, k = sides[main]
-    # another contraction is a bias the graph computes, unless it multiplies the queries or the keys again
-    bases = {peel_steps(r, o)[-1].node for o in (q, k)}
+    beside = Beside(r, q, k, v, n)
+    loaded: dict[Expr, Expr] = {}
     for x in leaves:
         if x is not main:
-            c = products.get(x)
-            if c is None or bases & {peel_steps(r, o)[-1].node for o in (c.lhs, c.rhs)}:
-                return Failure(
-                    "several_contractions", f"the scores add another contraction ({x.value.node.name})", x.value.node
-                )
-    loaded = {x: r.load(x.value.node, x.value.index) for x in leaves if x is not main}
+            bias = beside.load(x, products.get(x))
+            if isinstance(bias, Failure):
+                return bias
+            loaded.update(bias)
     scores = score.substitute(weights.scores, {main: name("s"), **loaded}, build)
+    if r.depends(scores):
+        return Failure(
+            "several_contractions", "a contraction that the scores add cannot be told apart", weights.softmax
+        )
     first = products[main]
     for dtype in (first.dtype, second.dtype):
         if dtype not in DTYPES:
@@ -189,7 +216,7 @@ def _block(
     device = tensor(root).device.type  # type: ignore[union-attr]
     if device not in ("cpu", "cuda"):
         return Failure("device", f"runs on {device}", root)
-    q, k, v = (_plainest(r, o) for o in (q, k, v))
+    q, k, v = (_plainest(r, o, n) for o in (q, k, v))
     for o in (q, k, v):
         if not _whole(o) and (split := _split_of(o, dims)) is not None:
             return split
@@ -212,6 +239,27 @@ def _block(
         weights.post,
         weights.dropout_p,
     )
+
+
+def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Attention]) -> Given | None:
+    if not isinstance(found, Failure) or found.code != "no_scores" or not blocks or w.p.op != "softmax":
+        return None
+    roles = blocks[0].roles
+    weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
+    factor = score.substitute(w.post, {name("p"): score.const(1.0)}, build)
+    groups = (roles.batch, roles.heads, roles.queries)
+    if (
+        r.depends(w.scores)
+        or w.dropout_p
+        or w.keys is not roles.keys
+        or not _whole(weights)
+        or any(len(g) != 1 for g in (*groups, roles.columns))
+        or any(_group(i) for i in weights.index)
+        or any(x.op in ("where", "nan_to_num", "detach") for x in score.topological(w.post))
+        or not ix.expr_axes(factor) <= {roles.keys, *(a for g in groups for a in g)}
+    ):
+        return None
+    return Given(weights, factor, blocks[0], w.softmax)
 
 
 def _needs_gradient(o: Operand) -> bool:
@@ -242,18 +290,26 @@ def _unknown_operation(r: Reader, scores: Expr) -> Node | None:
 def _queries_and_keys(c: Contraction, n: Index) -> tuple[Operand, Operand] | None:
     """(queries, keys): exactly one operand runs along the keys, and both along all of what is contracted."""
     for q, k in ((c.lhs, c.rhs), (c.rhs, c.lhs)):
-        if n in k.index and n not in q.axes() and all(d in q.index and d in k.index for d in c.summed):
+        along = [i for i in k.index if n in ix.axes(i)]
+        if (
+            len(along) == 1
+            and not ix.axes(ix.sympy.expand(along[0] - n))
+            and n not in q.axes()
+            and all(d in q.index and d in k.index for d in c.summed)
+        ):
             return q, k
     return None
 
 
-def _plainest(r: Reader, o: Operand) -> Operand:
+def _plainest(r: Reader, o: Operand, n: Index) -> Operand:
     """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis
-    or a constant."""
-    best = o
+    or a constant. Where it has not all of the keys `n`, it has no others before the views either."""
+    best = o.padded(n) or o
+    pads = [p[1:] for p in best.pads]
     for step in peel_steps(r, o):
-        if _whole(step):
-            best = step
+        padded = step.padded(n)
+        if padded is not None and [p[1:] for p in padded.pads] == pads and _whole(padded):
+            best = padded
     return best
 
 
@@ -272,7 +328,7 @@ def _whole(o: Operand) -> bool:
     t = tensor(o.node)
     assert t is not None
     used: list[Index] = []
-    for i, size in zip(o.index, ix.shape_of(t), strict=True):
+    for i, size in zip(o.index, o.shape(), strict=True):
         if ix.is_axis(i) and _equal(t, ix.axis_size(i), size):
             used.append(i)
         elif (g := _group(i)) is not None and _equal(t, ix.axis_size(g[0]), size * g[1]):
@@ -287,12 +343,7 @@ def _equal(t: torch.Tensor, a: Index, b: Index) -> bool:
     difference = ix.sympy.expand(a - b)
     if difference.is_number:
         return bool(difference == 0)
-    sizes: tuple[Any, ...] = tuple(t.shape)
-    environment = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
-    try:
-        return environment is not None and bool(environment.evaluate_expr(ix.sympy.Eq(a, b)))
-    except GuardOnDataDependentSymNode:
-        return False
+    return ix.guarded(t, ix.sympy.Eq(a, b))
 
 
 def _group(i: Index) -> tuple[Index, Index] | None:

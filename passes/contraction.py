@@ -20,11 +20,38 @@ CONTRACTIONS = frozenset(("matmul", "bmm", "mm", "einsum", "inner", "linear", "b
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor read at an index; `user` is the node that consumes it there."""
+    """A tensor read at an index; `user` is the node that consumes it there. `pads`: (dim, zeros before, zeros behind)
+    where the index runs over more than the tensor has."""
 
     node: Node
     index: Indices
     user: Node
+    pads: tuple[tuple[int, ix.Index, ix.Index], ...] = ()
+
+    def shape(self) -> tuple[ix.Index, ...]:
+        """With the zeros."""
+        sizes = list(ix.shape_of(tensor(self.node)))  # type: ignore[arg-type]
+        for d, before, behind in self.pads:
+            sizes[d] = ix.sympy.expand(before + sizes[d] + behind)
+        return tuple(sizes)
+
+    def padded(self, axis: ix.Index) -> Operand | None:
+        """With zeros where an index `axis` - start leads outside; None where it leads past the end of a dim by
+        anything else."""
+        t = tensor(self.node)
+        assert t is not None
+        for d, (i, size) in enumerate(zip(self.index, self.shape(), strict=True)):
+            before = ix.sympy.expand(axis - i)
+            if axis not in ix.axes(i) or ix.axes(before):
+                continue
+            behind = ix.sympy.expand(ix.axis_size(axis) - before - size)
+            if before == 0 and behind == 0:
+                continue
+            if not ix.nonnegative(before) or not (ix.nonnegative(behind) or ix.guarded(t, behind >= 0)):
+                return None
+            index = (*self.index[:d], axis, *self.index[d + 1 :])
+            return Operand(self.node, index, self.user, ((d, before, behind),))
+        return self
 
     def axes(self) -> frozenset[ix.Index]:
         return frozenset().union(*(ix.axes(i) for i in self.index))

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
 from torchflash import score
@@ -146,6 +147,16 @@ def bounds(e: Index) -> tuple[Index | None, Index | None]:
         low = None if low is None or a is None else low + coefficient * a
         high = None if high is None or b is None else high + coefficient * b
     return (None if low is None else sympy.expand(low)), (None if high is None else sympy.expand(high))
+
+
+def guarded(tensor: torch.Tensor, relation: sympy.Basic) -> bool:
+    """Whether a relation between symbolic sizes, such as those of `tensor`, holds for this trace, under a guard."""
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    environment = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
+    try:
+        return environment is not None and bool(environment.evaluate_expr(relation))
+    except GuardOnDataDependentSymNode:
+        return False
 
 
 # ---------------------------------------------------------------------------------------------------- division, views

@@ -24,7 +24,7 @@ from torchflash.passes.graph import tensor
 from torchflash.passes.index import Index
 from torchflash.passes.reader import Reader
 from torchflash.passes.softmax import Failure
-from torchflash.passes.table import Table, tabulate
+from torchflash.passes.table import Projection, Table, tabulate
 from torchflash.score import Expr, build, const, name
 
 HEAVY = 12  # operations; more of them on indices alone are loaded where that costs a vector
@@ -46,7 +46,7 @@ class Programs:
     keep: Expr | None
     fill: float
     post: Expr
-    captures: tuple[Node | Table, ...]
+    captures: tuple[Node | Table | Projection, ...]
     reads: tuple[tuple[Node, int], ...]
     sizes: tuple[Index, ...]
     differentiates_scores: bool
@@ -71,9 +71,11 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
     targets = {n: f"t{i}" for i, n in enumerate(names)}
     final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post)]
-    captures = tuple(chooser.tables[n] if n in chooser.tables else r.held[n][0] for n in names)
+    computed: dict[str, Table | Projection] = {**chooser.tables, **r.projections}
+    captures = tuple(computed[n] if n in computed else r.held[n][0] for n in names)
     inner = [x.value[1:] for c in captures if isinstance(c, Table) for x in score.loads(c.expr)]
-    reads = tuple(r.held[n] for n in (*names, *inner) if n in r.held)
+    projected = [x for c in captures if isinstance(c, Projection) for x in c.reads()]
+    reads = (*(r.held[n] for n in (*names, *inner) if n in r.held), *projected)
     for node, _ in reads:
         t = tensor(node)
         if t is not None and (t.dtype.is_complex or t.layout is not torch.strided):
@@ -89,9 +91,9 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     return Programs(final[0], final[1], fill, final[2], captures, reads, symbols, _reaches_scores(final[0], captures))
 
 
-def _reaches_scores(e: Expr, captures: Sequence[Node | Table]) -> bool:
+def _reaches_scores(e: Expr, captures: Sequence[Node | Table | Projection]) -> bool:
     """Whether a gradient of the score program reaches the dot product."""
-    tensors = [None if isinstance(c, Table) else tensor(c) for c in captures]
+    tensors = [tensor(c) if isinstance(c, Node) else None for c in captures]
     kinds = {f"t{i}": "f" if t is None else score.capture_kinds([t])["t0"] for i, t in enumerate(tensors)}
     return name("s") in score.vjp(e, kinds)
 
@@ -321,7 +323,7 @@ def _lift(e: Expr, adds_mask: Callable[[Expr], bool]) -> tuple[Expr, Expr, float
             if a.op == "const" and (b.op != "const" or a.value < b.value):
                 c, a, b = build("~", c), b, a
             if b.op != "const" or isinstance(b.value, bool):
-                return None
+                return _branch(c, a, b, adds_mask)
             return _both(c, a, float(b.value), adds_mask)
         case "load" if adds_mask(e):
             return build("~", build("<=", e, const(-HUGE))), const(0.0), -HUGE  # NaN stays
@@ -344,6 +346,21 @@ def _lift(e: Expr, adds_mask: Callable[[Expr], bool]) -> tuple[Expr, Expr, float
                 return keep, build("*", a, x), float(a.value * fill)
         case "float":
             return _lift(e.args[0], adds_mask)
+    return None
+
+
+def _branch(c: Expr, a: Expr, b: Expr, adds_mask: Callable[[Expr], bool]) -> tuple[Expr, Expr, float] | None:
+    """Of where(c, a, b): what one of the two masks itself, if the choice does not depend on the scores."""
+    if score.names(c) & {"s", "p"}:
+        return None
+    for first in (True, False):
+        lifted = _lift(a if first else b, adds_mask)
+        if lifted is not None:
+            keep, x, fill = lifted
+            elsewhere, y = (build("~", c), b) if first else (c, a)
+            if not _scorelike(y):  # may be as low as what is masked
+                elsewhere = build("&", elsewhere, build("~", build("<=", y, const(fill))))
+            return build("|", elsewhere, keep), build("where", c, x, b) if first else build("where", c, a, x), fill
     return None
 
 

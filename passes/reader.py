@@ -27,6 +27,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.mutation import Versions
+from torchflash.passes.table import Projection
 from torchflash.score import Expr, build
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class Reader:
         )
         self.transformed = transformed(graph)
         self.held: dict[str, tuple[Node, int]] = {}
+        self.projections: dict[str, Projection] = {}
         self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}
         self._memo: dict[tuple[Node, Indices], Expr] = {}
         self._dependent: dict[Expr, bool] = {}
@@ -153,6 +155,13 @@ class Reader:
         text = x.name if since is None else f"{x.name}@{since}"
         self.held[text] = x, self.versions.order[x] if since is None else since
         return score.load(f"%{text}", [ix.to_expr(i) for i in index])
+
+    def project(self, projection: Projection) -> str:
+        """The name by which `projection` is loaded."""
+        known = next((text for text, p in self.projections.items() if p == projection), None)
+        text = known or f"projection{len(self.projections)}"
+        self.projections[text] = projection
+        return f"%{text}"
 
     def number(self, x: Any) -> Expr:
         if isinstance(x, (bool, int, float)):

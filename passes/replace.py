@@ -18,19 +18,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.attention import Attention, Operand
+from torchflash.passes.attention import Attention, Given, Operand
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.program import Programs
 from torchflash.passes.reader import Reader
 from torchflash.passes.softmax import Failure
-from torchflash.passes.table import Emission, Table
+from torchflash.passes.table import Emission, Projection, Table
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Emitted:
     """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables."""
 
     results: dict[Node, Node] = field(default_factory=dict)
-    tables: dict[Table, Node] = field(default_factory=dict)
+    tables: dict[Table | Projection, Node] = field(default_factory=dict)
 
     def current(self, node: Node) -> Node:
         """The node that has the value of `node` now: an item assignment has none of its own."""
@@ -71,7 +72,7 @@ class Emitter:
             node = self.graph.create_node(op, target, args, kwargs)
         self.nodes.append(node)
         # without a graph of its own: the user's hooks on saved tensors (checkpointing) must not see this
-        with self.mode, torch.no_grad():
+        with self.mode, enable_python_dispatcher(), torch.no_grad():
             fake = f(*map_arg(args, value), **kwargs)
         result = fake[0] if isinstance(fake, tuple) else fake
         if isinstance(result, torch.Tensor) and result.dtype.is_floating_point and torch.is_grad_enabled():
@@ -91,21 +92,31 @@ class Emitter:
 
 
 def replace(
-    r: Reader, graph: Graph, block: Attention, programs: Programs, layout: str, tuning: str, emitted: Emitted
-) -> Node | Failure:
-    """Emits the operator before the root of `block`, with `tuning` as its last argument, and the views around it.
+    r: Reader,
+    graph: Graph,
+    parts: Sequence[tuple[Attention, Programs]],
+    given: Sequence[Given],
+    layout: str,
+    tuning: str,
+    emitted: Emitted,
+) -> list[Node] | Failure:
+    """Emits before their root the operators of the blocks it is the sum of, with `tuning` as their last argument, the
+    views around them, and what is added to them.
 
-    Returns the operator's node and notes in `emitted` which node has the root's value. The root itself stays until the
+    Returns the operators' nodes and notes in `emitted` which node has the root's value. The root itself stays until the
     caller redirects its users."""
-    out = Emitter(graph, block.root, emitted)
+    root = parts[0][0].root
+    out = Emitter(graph, root, emitted)
     tables = dict(emitted.tables)
     try:
-        call, node = _emit(out, r, block, programs, layout, tuning, tables)
+        both = [_emit(out, r, block, programs, layout, tuning, tables) for block, programs in parts]
+        terms = [*(result for _, result in both), *(_given(out, r, g, layout) for g in given)]
+        node = functools.reduce(lambda a, b: out.call(operator.add, a, b), terms)
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        return Failure("mismatch", f"the replacement could not be built: {reason}", block.root)
-    expected, got = tensor(block.root), tensor(node)
+        return Failure("mismatch", f"the replacement could not be built: {reason}", root)
+    expected, got = tensor(root), tensor(node)
     assert expected is not None and got is not None
     for what, a, b in (
         ("shape", tuple(expected.shape), tuple(got.shape)),
@@ -114,10 +125,10 @@ def replace(
     ):
         if not _same(a, b):
             out.undo()
-            return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", block.root)
+            return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", root)
     emitted.tables = tables
-    emitted.results[block.root] = node
-    return call
+    emitted.results[root] = node
+    return [call for call, _ in both]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -133,7 +144,7 @@ def _emit(
     programs: Programs,
     layout: str,
     tuning: str,
-    tables: dict[Table, Node],
+    tables: dict[Table | Projection, Node],
 ) -> tuple[Node, Node]:
     roles = block.roles
     q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
@@ -144,9 +155,9 @@ def _emit(
     device = tensor(block.root).device  # type: ignore[union-attr]
     captures = []
     for c in programs.captures:
-        if isinstance(c, Table):
+        if isinstance(c, (Table, Projection)):
             if c not in tables:
-                tables[c] = _table(out, r, c, device)
+                tables[c] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
             captures.append(tables[c])
         else:
             captures.append(_capture(out, _kept(out, r, c, block), device))
@@ -166,12 +177,30 @@ def _emit(
     return both, _result(out, node, block, layout)
 
 
+def _given(out: Emitter, r: Reader, g: Given, layout: str) -> Node:
+    block, roles = g.beside, g.beside.roles
+    p = _operand(out, g.weights, (roles.batch, roles.heads, roles.queries, (roles.keys,)), block.v_dtype, expand=True)
+    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype, expand=True)
+    axes = (*roles.batch, *roles.heads, *roles.queries, roles.keys)
+    device = tensor(block.root).device  # type: ignore[union-attr]
+    factor = score.interpret(g.factor, Emission(out, axes, r.held, lambda size: _size(out, size), device))
+    weights = out.method("to", out.call(operator.mul, p, factor), block.v_dtype)
+    return _result(out, out.call(torch.matmul, weights, v), block, layout)
+
+
 def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
     emission = Emission(out, table.axes, r.held, lambda size: _size(out, size), device)
     node = score.interpret(table.expr, emission)
     return out.method(
         "contiguous", out.method("expand", node, _shape_argument(out, [ix.axis_size(a) for a in table.axes]))
     )
+
+
+def _projection(out: Emitter, p: Projection) -> Node:
+    rows, table = tensor(p.rows), tensor(p.table)
+    assert rows is not None and table is not None
+    x = p.rows if p.dim == rows.dim() - 1 else out.method("movedim", p.rows, p.dim, -1)
+    return out.call(torch.matmul, x, p.table if p.table_dim == 0 else out.method("t", p.table))
 
 
 def _kept(out: Emitter, r: Reader, capture: Node, block: Attention) -> Node:
@@ -238,10 +267,13 @@ def _operand(
     assert t is not None
     if t.dtype != dtype:
         node = out.method("to", node, dtype)
+    for d, before, behind in o.pads:
+        widths = [0, 0] * (t.dim() - 1 - d) + _shape_argument(out, (before, behind))
+        node = out.call(torch.nn.functional.pad, node, widths)
     at = {}
     for d, i in enumerate(index):
         at[i.args[0] if isinstance(i, ix.FloorDiv) else i] = d
-    shape = ix.shape_of(t)
+    shape = o.shape()
     # dims that are indexed by a constant hold one element
     singles = [d for d, i in enumerate(index) if i == 0]
     order: list[int] = []

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from torchflash import score
 from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, prove
+from torchflash.passes.attention import CASTS, Attention, Given, prove
+from torchflash.passes.composites import open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
@@ -36,8 +38,11 @@ EXPONENTIALS = frozenset(("exp", "exp2"))
 
 @dataclass
 class _Candidate:
-    block: Attention
-    programs: Programs
+    """The blocks that `root` is the sum of, with their programs, and what is added to them."""
+
+    root: Node
+    parts: tuple[tuple[Attention, Programs], ...]
+    given: tuple[Given, ...]
     chain: frozenset[Node]
 
 
@@ -54,6 +59,7 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
 
 
 def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
+    open_composites(gm)
     names = [operation(n) for n in gm.graph.nodes]
     if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
         return [
@@ -115,13 +121,22 @@ def _candidates(
 def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candidate | Failure | None:
     if batched(root) or root in r.transformed:
         return Failure("transform", "inside a function transform of torch.func", root)
-    block = prove(r, root, probabilities)
-    if not isinstance(block, Attention):
-        return block
-    found = programs(r, block)
-    if isinstance(found, Failure):
-        return found
-    return _written_since(r, block, found) or _Candidate(block, found, _chain(r, block))
+    proven = prove(r, root, probabilities)
+    if not isinstance(proven, tuple):
+        return proven
+    blocks, given = proven
+    parts: list[tuple[Attention, Programs]] = []
+    for block in blocks:
+        found = programs(r, block)
+        if isinstance(found, Failure):
+            return found
+        if (written := _written_since(r, block, found)) is not None:
+            return written
+        parts.append((block, found))
+    for g in given:
+        if any(r.versions.written_between(node, since, r.versions.order[root]) for node, since in _reads(r, g)):
+            return Failure("mutation", f"what {g.softmax.name} is multiplied by is written before the end", g.softmax)
+    return _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
 
 
 def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
@@ -208,7 +223,8 @@ def _apply(
             candidates.remove(c)
             user = users[0]
             what = "returned" if user.op == "output" else f"used by {user.name}"
-            failures[c.block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
+            for block, _ in c.parts:
+                failures[block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
     order = r.versions.order
     records: list[tuple[int, Rewritten | Skipped]] = []
     emitted, tuning = Emitted(), options.tuning().write()
@@ -216,22 +232,28 @@ def _apply(
     for c in candidates:
         if options.verify:
             emitted.tables = {}  # each block has its own, so that its gradients can be told apart
-        call = replace(r, gm.graph, c.block, c.programs, choose_layout(c.block), tuning, emitted)
-        if isinstance(call, Failure):
-            failures[c.block.softmax] = call
+        if options.verify and len(c.parts) + len(c.given) > 1:
+            calls: list[Node] | Failure = Failure("several_softmaxes", "torchflash.verify compares them one at a time")
+        else:
+            calls = replace(r, gm.graph, c.parts, c.given, choose_layout(c.parts[0][0]), tuning, emitted)
+        if isinstance(calls, Failure):
+            failures.update((block.softmax, calls) for block, _ in c.parts)
             continue
         rewritten.append(c)
-        record = _rewritten(c, call)
-        records.append((order[c.block.root], record))
-        if options.verify:
-            keep(r, gm, c.block, c.programs, call, emitted, alive, record)
-    dead = _dead(r, {c.block.root for c in rewritten}, _alive(r, rewritten))
+        kept = Failure("no_scores", "what is normalised is not a contraction of queries with keys")
+        failures.update((g.softmax, kept) for g in c.given)
+        for (block, programs_), call in zip(c.parts, calls, strict=True):
+            record = _rewritten(block, programs_, call)
+            records.append((order[c.root], record))
+            if options.verify:
+                keep(r, gm, block, programs_, call, emitted, alive, record)
+    dead = _dead(r, {c.root for c in rewritten}, _alive(r, rewritten))
     for c in rewritten:
-        c.block.root.replace_all_uses_with(emitted.results[c.block.root])
+        c.root.replace_all_uses_with(emitted.results[c.root])
     for n in reversed(r.versions.nodes):
         if n in dead and not n.users:
             gm.graph.erase_node(n)
-    done = {n for c in rewritten for n in (*c.chain, c.block.softmax)}
+    done = {n for c in rewritten for n in (*c.chain, *(b.softmax for b, _ in c.parts))}
     unknown = Failure("no_values", "the result is not contracted with values")
     for node in order:
         if node not in done and (node in failures or operation(node) in ANCHORS):
@@ -244,7 +266,7 @@ def _apply(
 
 def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
     """The nodes that are still needed once every candidate is rewritten."""
-    inputs = {c.block.root: _inputs(r, c) for c in candidates}
+    inputs = {c.root: _inputs(r, c) for c in candidates}
     stack = [n for n in r.versions.nodes if n.op in ("placeholder", "output") or _effects(r, n)]
     alive: set[Node] = set()
     while stack:
@@ -264,8 +286,13 @@ def _alive(r: Reader, candidates: list[_Candidate]) -> set[Node]:
 
 def _inputs(r: Reader, c: _Candidate) -> list[Node]:
     """What the operator reads, and the writes that make it what was read."""
-    held = [*_operands(r, c.block), *c.programs.reads]
+    held = [x for block, found in c.parts for x in (*_operands(r, block), *found.reads)]
+    held += [x for g in c.given for x in _reads(r, g)]
     return [n for node, since in held for n in (node, *r.versions.writers(node, since))]
+
+
+def _reads(r: Reader, g: Given) -> list[tuple[Node, int]]:
+    return [(g.softmax, r.versions.order[g.softmax]), *(r.held[x.value[1:]] for x in score.loads(g.factor))]
 
 
 def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
@@ -275,7 +302,8 @@ def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
 def _effects(r: Reader, n: Node) -> bool:
     if n in r.versions.harmless:
         return False
-    return in_place_target(n) is not None or n.is_impure()
+    # drawing random numbers is none, or no dropout of aten could go
+    return in_place_target(n) is not None or (operation(n) != "dropout" and n.is_impure())
 
 
 def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:
@@ -283,7 +311,7 @@ def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:
     kept = c.chain & alive
     if not kept:
         return []
-    users = [u for n in kept for u in n.users if u in alive and u not in c.chain and u is not c.block.root]
+    users = [u for n in kept for u in n.users if u in alive and u not in c.chain and u is not c.root]
     users = users or [u for u in alive if any(a in kept for a in u.all_input_nodes) and u not in c.chain] or list(kept)
     return sorted(users, key=r.versions.order.__getitem__)
 
@@ -302,8 +330,7 @@ def _dead(r: Reader, roots: set[Node], alive: set[Node]) -> set[Node]:
     return dead
 
 
-def _rewritten(c: _Candidate, operator_: Node) -> Rewritten:
-    block, p = c.block, c.programs
+def _rewritten(block: Attention, p: Programs, operator_: Node) -> Rewritten:
     q, k, v = (dims(tensor(a)) for a in operator_.args[:3])  # type: ignore[arg-type]
     itemsize = block.qk_dtype.itemsize
     device = tensor(block.root).device  # type: ignore[union-attr]

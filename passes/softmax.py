@@ -18,7 +18,7 @@ from torch.fx import Node
 from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.graph import tensor
-from torchflash.passes.reader import Reader, Reduce
+from torchflash.passes.reader import Reader, Reduce, Softmax
 from torchflash.score import Expr, build, const, name
 
 
@@ -34,16 +34,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class Weights:
-    """post(p) with p = softmax over n of `scores`; dropout, if any, is applied to p with probability `dropout_p`."""
+    """post(p) with p = softmax over `keys` of `scores`; dropout, if any, is applied to p with probability `dropout_p`.
+    Of the keys, those from `start` on meet a value."""
 
     scores: Expr
     post: Expr
     dropout_p: float
     softmax: Node  # the call, or the division or exponential that ends the one by hand
+    keys: ix.Index
+    start: ix.Index
+    p: Expr  # what was found to be the softmax
 
 
-def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | Failure:
-    """The one softmax over axis `n` inside the weights `e`, and the weights as a function of it."""
+def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Weights, ...] | Failure:
+    """The softmaxes over axis `n` inside the weights `e`, of which `e` is the sum of the weights returned."""
+    e = _normalised(r, e, n)
     matches: dict[Expr, tuple[Expr, Node]] = {}
     failure: Failure | None = None
     stack = [e]
@@ -58,14 +63,73 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
             failure = failure or found
         else:
             stack.extend(x.args)
-    if len(matches) > 1:
-        return Failure(
-            "several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes", consumer
-        )
     if failure is not None or not matches:
         return failure or Failure("no_scores", "what is contracted with the values is not a softmax", consumer)
-    ((where, (scores, node)),) = matches.items()
-    post = score.substitute(e, {where: name("p")}, build)
+    if len(matches) == 1:
+        ((where, (scores, node)),) = matches.items()
+        whole = _weights(r, score.substitute(e, {where: name("p")}, build), where, scores, node, n, consumer)
+        return whole if isinstance(whole, Failure) else (whole,)
+    mixture = score.substitute(e, dict.fromkeys(matches, name("p")), build)
+    if any(x.op in ("dropout", "nan_to_num") for x in score.topological(mixture)) or not linear(mixture):
+        return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes",
+                       consumer)  # fmt: skip
+    parts: list[Weights] = []
+    for where, (scores, node) in sorted(matches.items(), key=lambda found: r.versions.order[found[1][1]]):
+        post = _part(e, where, frozenset(matches))
+        assert post is not None
+        part = _weights(r, post, where, scores, node, n, consumer)
+        if isinstance(part, Failure):
+            return part
+        parts.append(part)
+    return tuple(parts)
+
+
+def _normalised(r: Reader, e: Expr, n: ix.Index) -> Expr:
+    """`e` with sums over the keys of softmaxes, each times what is the same for all keys, as the sum of the factors."""
+    sums: dict[Expr, Expr] = {}
+    for x in score.topological(e):
+        if x.op != "reduce" or x.value.op != "sum" or (body := _body(r, x.value, n)) is None:
+            continue
+        parts = score.topological(body)
+        softmaxes = {y for y in parts if y.op == "softmax" and _extent(y.value, n) == (n, ix.ZERO)}
+        factor = score.substitute(body, dict.fromkeys(softmaxes, const(1.0)), build)
+        if (
+            softmaxes
+            and linear(score.substitute(body, dict.fromkeys(softmaxes, name("p")), build))
+            and not any(y.op in ("where", "nan_to_num", "dropout", "detach") for y in parts)
+            and not r.depends(factor)
+            and n not in ix.expr_axes(factor)
+            and not any(n in ix.axes(i) for y in softmaxes for d, i in enumerate(y.value.index) if d != y.value.dim)
+        ):
+            sums[x] = factor
+    return score.substitute(e, sums, build) if sums else e
+
+
+def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
+    """The part that has `softmax`, as p, of what is linear in all softmaxes together; None where there is none."""
+    if e is softmax:
+        return name("p")
+    if e in others or (e.op == "const" and e.value == 0):
+        return None
+    parts = [_part(x, softmax, others) for x in e.args]
+    match e.op:
+        case "+" | "-":
+            a, b = parts
+            if b is None:
+                return a
+            return build("neg", b) if a is None and e.op == "-" else b if a is None else build(e.op, a, b)
+        case "where" if any(x is not None for x in parts):
+            return build("where", e.args[0], *(const(0.0) if x is None else x for x in parts[1:]))
+    if all(x is None for x in parts):
+        return None
+    return build(e.op, *(y if x is None else x for x, y in zip(parts, e.args, strict=True)))
+
+
+def _weights(
+    r: Reader, post: Expr, where: Expr, scores: Expr, node: Node, n: ix.Index, consumer: Node
+) -> Weights | Failure:
+    """`post` is the weights as a function of p, which is the softmax `where` of `scores`."""
+    keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
     if r.depends(post):
         return Failure("nonlinear_weights", "the scores are used again after the softmax", consumer)
     dropouts = [x for x in score.topological(post) if x.op == "dropout"]
@@ -77,8 +141,27 @@ def find_softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Weights | F
         return Failure("unknown_op", "dropout on the scores, before the softmax", node)
     if not linear(post):
         return Failure("nonlinear_weights", f"what follows the softmax is not linear in it: {post}", consumer)
-    scores = strip_row_constants(r, scores, n)
-    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node)
+    if keys is not n:
+        post = ix.replace_axis(post, n, ix.sympy.expand(keys - start))
+        if post is not name("p"):
+            post = build("where", _within(keys, start, ix.axis_size(n)), post, const(0.0))
+    scores = strip_row_constants(r, scores, keys)
+    return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node, keys, start, where)
+
+
+def _extent(s: Softmax, n: ix.Index) -> tuple[ix.Index, ix.Index]:
+    """(the axis that `s` normalises, where on it the axis `n` starts): a softmax may have more keys than values, such
+    as a sink that is cut off after it."""
+    size = ix.shape_of(tensor(s.node))[s.dim]  # type: ignore[arg-type]
+    if s.index[s.dim] is n and size == ix.axis_size(n):
+        return n, ix.ZERO
+    return ix.axis("n", size), ix.sympy.expand(s.index[s.dim] - n)
+
+
+def _within(keys: ix.Index, start: ix.Index, size: ix.Index) -> Expr:
+    low, high = (ix.compare(op, ix.to_expr(keys), ix.to_expr(end)) for op, end in ((">=", start), ("<", start + size)))
+    assert low is not None and high is not None
+    return build("&", low, high)
 
 
 def _replace_nans(e: Expr) -> Expr:
@@ -124,18 +207,21 @@ def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Nod
     match e.op:
         case "softmax":
             s = e.value
-            if s.index[s.dim] != n or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
+            keys, start = _extent(s, n)
+            if ix.axes(start) or any(n in ix.axes(i) for k, i in enumerate(s.index) if k != s.dim):
                 return Failure(
                     "softmax_axis",
                     f"normalised over dim {s.dim}, which is not the one contracted with the values",
                     s.call,
                 )
-            t = tensor(s.node)
-            if t is None or ix.shape_of(t)[s.dim] != ix.axis_size(n):
+            behind = ix.sympy.expand(ix.axis_size(keys) - start - ix.axis_size(n))
+            if not ix.nonnegative(start) or not (
+                ix.nonnegative(behind) or ix.guarded(tensor(s.node), behind >= 0)  # type: ignore[arg-type]
+            ):
                 return Failure(
-                    "denominator", "normalised over more than the keys that are contracted with the values", s.call
+                    "denominator", "normalised over other keys than those contracted with the values", s.call
                 )
-            return r.read(s.node, s.index, s.call), s.call
+            return r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call), s.call
         case "/":
             return _divided(r, e.args[0], e.args[1], n, consumer)
         case "*":

@@ -4,7 +4,7 @@
                              ->   t0[h, n - m + (M - 1)]                       in the kernel
 
 The graph computes it with torch's own operations, so a bucket rounds as it does in eager, and the gradient of an
-embedding behind it is autograd's.
+embedding behind it is autograd's. So it does for a `Projection`: rows times a table of few rows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,21 @@ class Table:
         """Where in the table the value for a query and a key is."""
         distance = ix.sympy.expand(keys - queries + ix.axis_size(queries) - 1)
         return [ix.to_expr(a) for a in self.axes[:-1]] + [ix.to_expr(distance)]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Every row of `rows` (over its `dim`) contracted with every row of `table` (over its `table_dim`). `since`: the
+    positions in the graph from which on the two hold what was read."""
+
+    rows: Node
+    dim: int
+    table: Node
+    table_dim: int
+    since: tuple[int, int]
+
+    def reads(self) -> tuple[tuple[Node, int], ...]:
+        return (self.rows, self.since[0]), (self.table, self.since[1])
 
 
 def tabulate(e: Expr, queries: Index, keys: Index) -> Table | None:

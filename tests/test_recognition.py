@@ -50,7 +50,9 @@ def test_trains_through_inductor(name: str) -> None:
 
 ANY_LENGTH = ["scale_log_n", "nanogpt", "gpt1_mul_mask", "causal_triu_inf_added",
               "causal_xtransformers", "padding_bert_extended", "padding_lengths_in_graph",
-              "by_hand_max_values", "deferred_division", "softcap", "qkv_timm", "relative_any_length"]  # fmt: skip
+              "by_hand_max_values", "deferred_division", "softcap", "qkv_timm", "relative_any_length",
+              "multihead_attention_module", "sinks_gpt_oss", "sinks_and_causal_mask",
+              "shaw_clamped_by_queries_and_keys", "deberta_disentangled"]  # fmt: skip
 
 
 def relative_any_length(g: Gen) -> Any:
@@ -137,6 +139,35 @@ prefix_or
 mask_two_of_them
     score where(t0[b, n], -inf, 0.35355339059327373 * s) + t1[m, n]
     keep  ~t0[b, n] & ~(t1[m, n] <= -1e+30)
+""",  # noqa: E501
+        )  # fmt: skip
+
+    def test_relative_positions_and_sinks(self) -> None:
+        self.assertExpectedInline(
+            programs("shaw", "shaw_clamped_by_queries_and_keys", "sam_decomposed_relpos", "sinks_and_causal_mask",
+                     "null_key_cat_scores", "weights_sliced_keys_inside", "differential_lambda_and_gate"),
+            """\
+shaw
+    score 0.35355339059327373 * s + t0[b, h, m, m + 12 - n]
+shaw_clamped_by_queries_and_keys
+    score x0 = m - n; x1 = where(x0 > 5, 5, x0); x2 = where(x1 < -5, -5, x1) + 5; 0.35355339059327373 * s + t0[b, h, m, x2] + t1[b, h, n, x2]
+sam_decomposed_relpos
+    score x0 = m // 4; x1 = m % 4; s + t0[h, x0, x1, n // 4] + t1[h, x0, x1, n % 4]
+sinks_and_causal_mask
+    score where(n < 13, 0.35355339059327373 * s + where(n >= m + 1, -3.4028234663852886e+38, 0.0), t0[h])
+    keep  (n >= 13) & ~(t0[h] <= -3.4028234663852886e+38) | (n < m + 1)
+null_key_cat_scores
+    score where(n < 1, 0.0, 0.35355339059327373 * s)
+weights_sliced_keys_inside
+    score 0.35355339059327373 * s
+    post  where((n >= 3) & (n < 9), p * t0[n], 0.0)
+differential_lambda_and_gate
+    score where(t0[m, n], 0.35355339059327373 * s, -inf)
+    keep  t0[m, n]
+    post  p * t1[h, m, 0]
+differential_lambda_and_gate
+    score 0.35355339059327373 * s
+    post  -(t0[h, 0, 0] * p) * t1[h, m, 0]
 """,  # noqa: E501
         )  # fmt: skip
 
@@ -266,8 +297,8 @@ REASONS: dict[str, str | Form] = {
     "no_values": "router_softmax_no_values",
     "weights_used": "weights_mean_returned",
     "softmax_axis": "over_heads",
-    "several_contractions": "shaw",
-    "several_softmaxes": "differential",
+    "several_contractions": "content_twice",
+    "several_softmaxes": "softmaxes_multiplied",
     "denominator": "softmax_one",
     "nonlinear_weights": "post_square",
     "layout": "weights_sliced_queries",
@@ -299,12 +330,14 @@ class TestReasons(expecttest.TestCase):
         self.assertEqual(set(REASONS), set(SKIP_CODES) - {"mismatch", "internal"})
 
     def test_reasons(self) -> None:
-        self.assertExpectedInline("".join(reason(code) for code in REASONS), """\
+        self.assertExpectedInline(
+            "".join(reason(code) for code in REASONS),
+            """\
 no_scores: what is normalised is not a contraction of queries with keys
 no_values: the result is not contracted with values
 weights_used: the scores or weights are used by mean
 softmax_axis: normalised over dim 1, which is not the one contracted with the values
-several_contractions: the scores add another contraction (einsum)
+several_contractions: the scores add another contraction (matmul_1)
 several_softmaxes: the values are contracted with a mixture of 2 softmaxes
 denominator: the normaliser is not the plain sum of the exponentials
 nonlinear_weights: what follows the softmax is not linear in it: p * p
@@ -315,7 +348,8 @@ device: runs on meta
 mutation: the scores are written in place through a view of them
 unknown_op: the reader does not know atan of the scores
 too_complex: the score program has 319 operations; at most 256
-""")
+""",
+        )
 
     def test_the_report_says_where(self) -> None:
         (record,) = records("over_heads")

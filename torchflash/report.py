@@ -22,7 +22,7 @@ SKIP_CODES: dict[str, str] = {
     "no_values": "the probabilities are not contracted with values; nothing to do if it is not attention",
     "weights_used": "the scores or probabilities are used elsewhere, so they must exist; do not return or log them",
     "softmax_axis": "the softmax runs over another axis than the one contracted with the values; check `dim`",
-    "several_contractions": "the scores add more than one contraction, e.g. relative positions; not supported yet",
+    "several_contractions": "the scores add two contractions of queries with keys; concatenate them along the depth",
     "several_softmaxes": "the values are weighted by a mixture of softmaxes; contract each with the values, then mix",
     "denominator": "the weights are not divided by exactly their sum over the keys; not supported yet",
     "nonlinear_weights": "what follows the softmax is not linear in the probabilities; apply it to the output instead",

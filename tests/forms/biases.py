@@ -106,6 +106,35 @@ def bias_addmm_2d(g):
 
 
 @form()
+def bias_from_baddbmm(g):
+    def fn(q, k, v, b, x, y):
+        return (q @ k.mT + torch.baddbmm(b, x, y, beta=0.5, alpha=2.0)).softmax(-1) @ v
+
+    B = g.B * g.H
+    return fn, (*[g.r(B, g.S, g.D) for _ in range(3)], g.r(B, g.S, g.S), g.r(B, g.S, 5), g.r(B, 5, g.S))
+
+
+@form()
+def bias_from_addmm(g):
+    def fn(q, k, v, b, x, y):
+        return (torch.baddbmm(b, q, k.mT) + torch.addmm(b[0], x, y) * 0.5).softmax(-1) @ v
+
+    B = g.B * g.H
+    return fn, (*[g.r(B, g.S, g.D) for _ in range(3)], g.r(B, g.S, g.S), g.r(g.S, 5), g.r(5, g.S))
+
+
+@form()
+def shaw_by_baddbmm(g):
+    def fn(q, k, v, b, e):
+        i = torch.arange(g.S)
+        r = e[i[:, None] - i[None] + g.S - 1]
+        x = torch.baddbmm(b, q.transpose(0, 1), r.mT).transpose(0, 1)
+        return (q @ k.mT + x).softmax(-1) @ v
+
+    return fn, (*[g.r(g.B, g.S, g.D) for _ in range(3)], g.r(g.S, g.B, g.S), g.r(2 * g.S - 1, g.D))
+
+
+@form()
 def bias_permuted_bsh(g):
     return (lambda q, k, v, b: (sc(q, k) + b.permute(0, 3, 1, 2)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.S, g.S, g.H))
 
@@ -492,7 +521,7 @@ def interpolated_bias(g):
     )
 
 
-@form(skip="*")
+@form()
 def shaw(g):
     def fn(q, k, v, e):
         i = torch.arange(g.S)
@@ -500,6 +529,35 @@ def shaw(g):
         return (sc(q, k) + torch.einsum("bhld,lrd->bhlr", q, r)).softmax(-1) @ v
 
     return fn, (*g.qkv(), g.r(2 * g.S - 1, g.D))
+
+
+@form()
+def shaw_clamped_by_queries_and_keys(g):
+    def fn(q, k, v, e):
+        i, j = torch.arange(q.shape[2]), torch.arange(k.shape[2])
+        r = F.embedding((i[:, None] - j[None]).clamp(-5, 5) + 5, e)
+        s = sc(q, k) + torch.einsum("bhmd,mnd->bhmn", q, r) + torch.einsum("bhnd,mnd->bhmn", k, r)
+        return s.softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(11, g.D))
+
+
+@form()
+def deberta_disentangled(g):
+    def fn(q, k, v, e, wq, wk):
+        S = q.shape[2]
+        d = torch.arange(S)[:, None] - torch.arange(S)[None] + 6
+        at = d.clamp(0, 11).expand(q.shape[0], q.shape[1], S, S)
+        c2p = torch.gather(q @ (e @ wk).mT, -1, at)
+        p2c = torch.gather(k @ (e @ wq).mT, -1, (12 - d).clamp(0, 11).expand_as(at)).mT
+        return ((q @ k.mT + c2p + p2c) / math.sqrt(3 * g.D)).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(12, g.D), g.w(g.D, g.D), g.w(g.D, g.D))
+
+
+@form(skip="several_contractions")
+def content_twice(g):
+    return (lambda q, k, v, w: (sc(q, k) + q @ w.mT).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
 
 
 @form()
@@ -515,7 +573,7 @@ def sam_decomposed_relpos(g):
     return fn, (*[g.r(g.B * g.H, 12, g.D) for _ in range(3)], g.r(3, 3, g.D), g.r(4, 4, g.D))
 
 
-@form(skip="*")
+@form()
 def music_transformer_skew(g):
     def fn(q, k, v, e):
         r = q @ e.mT

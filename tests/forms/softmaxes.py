@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forms.registry import NEG, form, sc
+from forms.registry import NEG, form, lowest, sc
 
 INF = float("inf")
 
@@ -501,9 +501,23 @@ def post_clamp(g):
     return (lambda q, k, v: sc(q, k).softmax(-1).clamp(min=0.05) @ v), g.qkv()
 
 
-@form(skip="*")
+@form()
 def post_renormalise(g):
     return (lambda q, k, v: (lambda p: (p / (p.sum(-1, keepdim=True) + 1e-9)) @ v)(sc(q, k).softmax(-1) * 2)), g.qkv()
+
+
+@form(skip="nonlinear_weights")
+def post_renormalise_after_mask(g):
+    def fn(q, k, v, m):
+        p = sc(q, k).softmax(-1).masked_fill(~m, 0)
+        return (p / p.sum(-1, keepdim=True)) @ v
+
+    return fn, (*g.qkv(), g.keep(g.S, g.S))
+
+
+@form(skip="nonlinear_weights")
+def post_renormalise_over_queries(g):
+    return (lambda q, k, v: (lambda p: (p / p.sum(-2, keepdim=True)) @ v)(sc(q, k).softmax(-1))), g.qkv()
 
 
 @form(skip="*")
@@ -605,9 +619,61 @@ def weights_shape_used(g):
     return (lambda q, k, v: (lambda p: (p @ v) * (p.shape[-1] ** 0.5))(sc(q, k).softmax(-1))), g.qkv()
 
 
-@form(skip="*")
+@form(blocks=2)
 def differential(g):
     return (lambda q, k, v, q2, k2: (sc(q, k).softmax(-1) - 0.3 * sc(q2, k2).softmax(-1)) @ v), (*g.qkv(), *g.qkv()[:2])
+
+
+@form(blocks=2)
+def differential_lambda_and_gate(g):
+    def fn(q, k, v, q2, k2, a, b, m):
+        p1 = sc(q, k).masked_fill(~m, NEG).softmax(-1)
+        p2 = sc(q2, k2).softmax(-1)
+        return ((p1 - a.exp() * p2) * b) @ v
+
+    mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
+    return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.H, 1, 1), g.r(g.H, g.S, 1), mask)
+
+
+@form()
+def convit_gated_positions(g):
+    def fn(q, k, v, positions, gate):
+        a = torch.sigmoid(gate.view(1, -1, 1, 1))
+        p = (1.0 - a) * sc(q, k).softmax(-1) + a * positions.softmax(-1)
+        p /= p.sum(-1).unsqueeze(-1)
+        return p @ v
+
+    return fn, (*g.qkv(), g.r(1, g.H, g.S, g.S), g.r(g.H))
+
+
+@form()
+def mixture_with_given_weights_and_key_weight(g):
+    def fn(q, k, v, positions, w):
+        return ((sc(q, k).softmax(-1) - positions.softmax(-1)) * w) @ v
+
+    return fn, (*g.qkv(), g.r(g.B, g.H, g.S, g.S), g.r(g.S))
+
+
+@form(skip="several_softmaxes", random=True)
+def differential_one_dropout(g):
+    return (lambda q, k, v, w: F.dropout(sc(q, k).softmax(-1) - 0.3 * sc(q, w).softmax(-1), 0.5) @ v), (
+        *g.qkv(),
+        g.qkv()[1],
+    )
+
+
+@form(skip="several_softmaxes")
+def softmaxes_multiplied(g):
+    return (lambda q, k, v, w: (sc(q, k).softmax(-1) * sc(q, w).softmax(-1)) @ v), (*g.qkv(), g.qkv()[1])
+
+
+@form(skip="weights_used")
+def differential_one_returned(g):
+    def fn(q, k, v, w):
+        p = sc(q, k).softmax(-1)
+        return (p - 0.3 * sc(q, w).softmax(-1)) @ v, p
+
+    return fn, (*g.qkv(), g.qkv()[1])
 
 
 @form(blocks=2)
@@ -623,11 +689,11 @@ def softmax_one(g):
     return (lambda q, k, v: (lambda e: (e / (1 + e.sum(-1, keepdim=True))) @ v)(sc(q, k).exp())), g.qkv()
 
 
-@form(skip="*")
+@form()
 def sinks_gpt_oss(g):
     def fn(q, k, v, sinks):
         s = sc(q, k)
-        s = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(g.B, -1, g.S, -1)], dim=-1)
+        s = torch.cat([s, sinks.reshape(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], -1)], dim=-1)
         s = s - s.max(dim=-1, keepdim=True).values
         p = F.softmax(s, dim=-1, dtype=s.dtype)
         return p[..., :-1] @ v
@@ -635,7 +701,41 @@ def sinks_gpt_oss(g):
     return fn, (*g.qkv(), g.r(g.H))
 
 
-@form(skip="*")
+@form()
+def sinks_and_causal_mask(g):
+    def fn(q, k, v, sinks):
+        mask = torch.full((q.shape[2], k.shape[2]), lowest(q), dtype=q.dtype).triu(1)
+        s = torch.cat([sc(q, k) + mask, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)], dim=-1)
+        return F.softmax(s - s.amax(-1, keepdim=True), dim=-1)[..., :-1] @ v
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form()
+def sinks_in_masked_rows(g):
+    # nothing but the sink is left of the second batch
+    def fn(q, k, v, sinks, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], lowest(q))
+        return torch.cat([sinks.expand(*s.shape[:3], 1), s], -1).softmax(-1)[..., 1:] @ v
+
+    return fn, (*g.qkv(), g.r(g.H, 1, 1), g.padding(whole=True))
+
+
+@form()
+def sinks_as_low_as_the_mask(g):
+    def fn(q, k, v, m):
+        s = torch.cat([torch.full((g.B, g.H, g.S, 2), NEG, dtype=q.dtype), sc(q, k).masked_fill(~m, -1e9)], -1)
+        return s.softmax(-1)[..., 2:] @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True)[:, None, None])
+
+
+@form()
+def weights_sliced_keys_inside(g):
+    return (lambda q, k, v, w: (sc(q, k).softmax(-1) * w)[..., 3:9] @ v[:, :, 3:9]), (*g.qkv(), g.r(g.S))
+
+
+@form()
 def null_key_cat_scores(g):
     def fn(q, k, v):
         p = torch.cat([torch.zeros(g.B, g.H, g.S, 1, dtype=q.dtype), sc(q, k)], -1).softmax(-1)
@@ -644,7 +744,7 @@ def null_key_cat_scores(g):
     return fn, g.qkv()
 
 
-@form(skip="*")
+@form(skip="several_contractions")
 def two_scores_concatenated(g):
     def fn(q, k, v, k2, v2):
         p = torch.cat([sc(q, k), sc(q, k2)], -1).softmax(-1)
@@ -653,7 +753,7 @@ def two_scores_concatenated(g):
     return fn, (*g.qkv(), *g.qkv()[:2])
 
 
-@form(skip="*")
+@form()
 def weights_sliced_keys(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[..., :5] @ v[:, :, :5]), g.qkv()
 

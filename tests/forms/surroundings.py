@@ -447,7 +447,7 @@ def infinite_bias_column(g):
     return (lambda q, k, v, b: (sc(q, k) + b).softmax(-1) @ v), (*g.qkv(), b)
 
 
-@form(skip="*")
+@form()
 def multihead_attention_module(g):
     m = nn.MultiheadAttention(32, 4, batch_first=True)
 
@@ -462,7 +462,34 @@ def multihead_attention_module(g):
     return g.module(A()), (g.x(),)
 
 
-@form(skip="*")
+@form(random=True)
+def multihead_attention_dropout(g):
+    class A(nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.m = nn.MultiheadAttention(32, 4, dropout=0.2, batch_first=True)
+
+        def forward(s, x):
+            return s.m(x, x, x)[0]
+
+    return g.module(A()), (g.x(),)
+
+
+@form()
+def multihead_attention_zeros_and_masks(g):
+    class A(nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.m = nn.MultiheadAttention(32, 4, add_bias_kv=True, add_zero_attn=True)
+
+        def forward(s, x, y, padding, mask):
+            return s.m(x, y, y, key_padding_mask=padding, attn_mask=mask)[0]
+
+    x, y = g.r(g.S, g.B, 32), g.r(g.S + 3, g.B, 32)
+    return g.module(A()), (x, y, ~g.padding(g.S + 3), ~g.keep(g.S, g.S + 3))
+
+
+@form(skip="weights_used")
 def multihead_attention_weights(g):
     class A(nn.Module):
         def __init__(s):

@@ -1,0 +1,90 @@
+"""Opens calls that have attention inside but are one node of Dynamo's graph.
+
+    o, w = F.multi_head_attention_forward(q, k, v, …)    ->    the operations it consists of
+
+They are traced on the fake tensors, so they are what torch does for these arguments. A call that cannot be traced stays
+as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from torchflash.passes.graph import value
+
+log = logging.getLogger(__name__)
+
+COMPOSITES: frozenset[Any] = frozenset((F.multi_head_attention_forward,))
+
+
+def open_composites(gm: GraphModule) -> None:
+    """Replaces in `gm` every composite call by its operations."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target not in COMPOSITES:
+            continue
+        try:
+            _open(gm, node)
+        except Exception as e:
+            log.debug("torchflash: %s stays closed: %r", node.name, e)
+
+
+def _open(gm: GraphModule, node: Node) -> None:
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    inputs = list(dict.fromkeys(x for x in leaves if isinstance(x, Node)))
+    fakes = [value(x) for x in inputs]
+    if (
+        not fakes
+        or not all(isinstance(t, FakeTensor) for t in fakes)
+        or any(u.target is not operator.getitem for u in node.users)
+    ):
+        return
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = pytree.tree_unflatten([given[x] if isinstance(x, Node) else x for x in leaves], spec)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with fakes[0].fake_mode:
+        traced = make_fx(call, pre_dispatch=True)(*fakes)
+    (results,) = (n.args[0] for n in traced.graph.nodes if n.op == "output")
+    for expected, got in zip(value(node), results, strict=True):
+        t = got.meta["val"] if isinstance(got, Node) else None
+        if (expected is None) != (t is None) or (t is not None and not _alike(expected, t)):
+            return  # traced outside the autocast it runs in
+    if any(n.op == "get_attr" for n in traced.graph.nodes):
+        return  # holds a constant of its own
+    copies = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    with gm.graph.inserting_before(node):
+        outputs: Any = gm.graph.graph_copy(traced.graph, copies)
+    _describe(node, copies)
+    for user in list(node.users):
+        user.replace_all_uses_with(outputs[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _describe(node: Node, copies: dict[Node, Node]) -> None:
+    """Gives each copy of a traced node the metadata of `node` and its own value."""
+    key = "example_value" if "example_value" in node.meta else "val"
+    for n, copy in copies.items():
+        if n.op == "placeholder":
+            continue
+        copy.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+        copy.meta[key] = t = n.meta["val"]
+        if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and torch.is_grad_enabled():
+            needs = any(isinstance(x := value(a), torch.Tensor) and x.requires_grad for a in copy.all_input_nodes)
+            t.requires_grad_(needs and n.target is not torch.ops.aten.detach.default)
