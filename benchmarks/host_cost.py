@@ -54,14 +54,14 @@ def main() -> None:
     captures = [torch.ones(1, 16, dtype=torch.bool, device=device)]
 
     def forward(way: str = FUSED) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ops.torchflash.attention.default(
+        return torch.ops.torchflash.attention.compiled(
             q, k, v, captures, [16], *TEXTS, 0.0, None, "bmhd", way
         )  # fmt: skip
 
     out, lse = forward()
 
     def backward(way: str = FUSED) -> Any:
-        return torch.ops.torchflash.attention_backward.default(
+        return torch.ops.torchflash.attention_backward.compiled(
             do, q, k, v, out, lse, captures, [16], [False], *TEXTS, 0.0, None, way
         )  # fmt: skip
 
