@@ -6,6 +6,7 @@ witnesses: if the gate leaks the results are wrong, and if it reaches further th
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchflash.passes
 from torchflash import Options, inductor
@@ -202,6 +205,8 @@ def test_gate_and_tag_surround_a_backward_compiled_later(nothing_rewritten, no_c
 PROGRAM = """
 import json, sys, torch
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.utils.flop_counter import FlopCounterMode
 
 def attention(q, k, v):
     return torch.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v
@@ -267,3 +272,36 @@ def test_second_process_is_served_and_an_edited_formula_is_not(tmp_path):
 
 def test_backend_is_the_one_of_the_entry_point():
     assert torch._dynamo.lookup_backend("torchflash") is backend
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_calls_pass_the_dispatcher(no_caches, train):
+    """Compiled code calls the op's function itself, and gives what it gives by the dispatcher."""
+    q, k, v = qkv(train)
+
+    compiled = torch.compile(attention, backend="torchflash")
+    out, codes = run_and_get_code(compiled, q, k, v)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v)) if train else ()
+    calls = re.findall(r"torch\.ops\.torchflash\.(\w+\.\w+)\(", "\n".join(codes))
+    assert calls == ["attention.compiled"]
+    with FlopCounterMode(display=False) as flops:  # which sees nothing but what is dispatched
+        again = compiled(q, k, v)
+    assert flops.get_total_flops() == 4 * 2 * 4 * 16 * 16 * 8
+    expected = attention(q, k, v)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(again, expected)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected.sum(), (q, k, v)) if train else (), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_cpp_wrapper(train):
+    """Which calls no operator that returns a list of tensors, as the backward does."""
+    q, k, v = qkv(train)
+
+    compiled = torch.compile(attention, backend="torchflash", options={"cpp_wrapper": True})
+    out, expected = compiled(q, k, v), attention(q, k, v)
+    torch.testing.assert_close(out, expected)
+    if train:
+        found, wanted = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))
+        torch.testing.assert_close(found, wanted)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -31,6 +32,7 @@ from torchflash import __version__
 from torchflash.options import Options
 from torchflash.passes.graph import operation, tensor
 
+log = logging.getLogger("torchflash")
 _ours: ContextVar[bool] = ContextVar("torchflash_compiles", default=False)
 _lock = threading.Lock()
 
@@ -49,6 +51,9 @@ def compile_by_inductor(
             # there Inductor's C++ drops the casts again
             return torch._dynamo.lookup_backend("aot_eager")(gm, list(example_inputs))
         patches = {"emulate_precision_casts": True, **patches}
+    if trains_attention(gm, example_inputs) and patches.get("cpp_wrapper", _cpp_wrapper()):
+        log.warning("torchflash: cpp_wrapper is off for this graph: it cannot call an operator that returns a list")
+        patches = {**patches, "cpp_wrapper": False}
     if not gate_attention_fuser(_device(example_inputs)):
         patches = {**patches, **_without_pattern_passes(patches)}
 
@@ -59,6 +64,23 @@ def compile_by_inductor(
 
     with _around(tag):
         return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+
+
+def trains_attention(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether the backward of a rewritten block will be compiled."""
+    if not torch.is_grad_enabled():
+        return False
+    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return False
+    ours = torch.ops.torchflash.attention.default
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    return any(node.target is ours for graph in graphs for node in graph.nodes)
+
+
+def _cpp_wrapper() -> bool:
+    from torch._inductor import config
+
+    return bool(config.cpp_wrapper)
 
 
 def has_half_extremum(gm: torch.fx.GraphModule) -> bool:
