@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchflash.kernels import unfused
+from torchflash.kernels import memory, unfused
 
 unfused.MEASURED.clear()  # fused at every length: a test says itself where attention is to run unfused
 torch.set_num_threads(1)  # the tensors are small and the cores few
@@ -50,4 +50,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     patch(torch, "empty_like")
     patch(torch.Tensor, "new_empty")
     patch(torch.Tensor, "new_empty_strided")
+    if memory._empty_cuda is not None:
+        patch(memory, "_empty_cuda")
     yield
