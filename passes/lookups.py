@@ -197,14 +197,17 @@ def _looked_up(r: Reader, x: Any, at: Indices, size: ix.Index, user: Node, wrap:
 
 @reads("embedding")
 def _embedding(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    of_aten = isinstance(node.target, torch._ops.OpOverload)
     a, b = args[0], argument(args, kwargs, 1, "weight")
-    indices, weight = (b, a) if isinstance(node.target, torch._ops.OpOverload) else (a, b)
-    if not isinstance(node.target, torch._ops.OpOverload) and argument(args, kwargs, 3, "max_norm") is not None:
+    indices, weight = (b, a) if of_aten else (a, b)
+    if not of_aten and argument(args, kwargs, 3, "max_norm") is not None:
         raise Unreadable  # writes the weight
-    if any(argument(args, kwargs, k, "scale_grad_by_freq") is True for k in (3, 5)) and tensor(weight).requires_grad:  # type: ignore[union-attr]
+    padding = argument(args, kwargs, 2, "padding_idx")  # its row gets no gradient; of aten -1 is none, else the last
+    scaled = argument(args, kwargs, 3 if of_aten else 5, "scale_grad_by_freq")
+    sparse = argument(args, kwargs, 4 if of_aten else 6, "sparse")
+    special = scaled or sparse or padding not in ((None, -1) if of_aten else (None,))
+    if special and tensor(weight).requires_grad:  # type: ignore[union-attr]
         raise Unreadable
-    if argument(args, kwargs, 2, "padding_idx") not in (None, -1) and tensor(weight).requires_grad:  # type: ignore[union-attr]
-        raise Unreadable  # the padding row gets no gradient
     i = _looked_up(r, indices, index[:-1], shape_of(weight)[0], node, wrap=False)
     return r.read(weight, (i, index[-1]), node)
 

@@ -85,24 +85,56 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
 
 
 def _normalised(r: Reader, e: Expr, n: ix.Index) -> Expr:
-    """`e` with sums over the keys of softmaxes, each times what is the same for all keys, as the sum of the factors."""
-    sums: dict[Expr, Expr] = {}
-    for x in score.topological(e):
-        if x.op != "reduce" or x.value.op != "sum" or (body := _body(r, x.value, n)) is None:
-            continue
-        parts = score.topological(body)
-        softmaxes = {y for y in parts if y.op == "softmax" and _extent(y.value, n) == (n, ix.ZERO)}
-        factor = score.substitute(body, dict.fromkeys(softmaxes, const(1.0)), build)
-        if (
-            softmaxes
-            and linear(score.substitute(body, dict.fromkeys(softmaxes, name("p")), build))
-            and not any(y.op in ("where", "nan_to_num", "dropout", "detach") for y in parts)
-            and not r.depends(factor)
-            and n not in ix.expr_axes(factor)
-            and not any(n in ix.axes(i) for y in softmaxes for d, i in enumerate(y.value.index) if d != y.value.dim)
-        ):
-            sums[x] = factor
-    return score.substitute(e, sums, build) if sums else e
+    """`e` with 1, or the sum of the factors, for what softmaxes sum to over the keys, where they are multiplied with it
+    or divided by it. In a row of NaN they do not sum to 1, but stay NaN whatever they are divided by: so it must be
+    their own sum, and nothing else is done with it."""
+    while True:
+        divided = next((d for x in score.topological(e) if (d := _by_own_sum(r, x, n)) is not None), None)
+        if divided is None:
+            return e
+        e = score.substitute(e, dict([divided]), build)
+
+
+def _by_own_sum(r: Reader, x: Expr, n: ix.Index) -> tuple[Expr, Expr] | None:
+    """(x, the same without its sums) of weights times or over what holds their sum."""
+    if x.op not in ("*", "/"):
+        return None
+    for weights, other in (x.args, x.args[::-1])[: 2 if x.op == "*" else 1]:
+        own = _kept_softmaxes(weights, n)
+        sums = {
+            y: total
+            for y in score.topological(other)
+            if (total := _total(r, y, n)) is not None and _kept_softmaxes(_body(r, y.value, n), n) <= own
+        }
+        if sums:
+            args = [a if a is weights else score.substitute(a, sums, build) for a in x.args]
+            return x, build(x.op, *args)
+    return None
+
+
+def _kept_softmaxes(e: Expr | None, n: ix.Index) -> set[Expr]:
+    """The softmaxes over `n` whose NaN is one of `e`."""
+    parts = [] if e is None else score.topological(e)
+    if any(y.op in ("where", "nan_to_num", "dropout", "detach", "minimum", "maximum") for y in parts):
+        return set()
+    return {y for y in parts if y.op == "softmax" and _extent(y.value, n) == (n, ix.ZERO)}
+
+
+def _total(r: Reader, x: Expr, n: ix.Index) -> Expr | None:
+    """The sum over the keys of softmaxes, each times what is the same for all keys: the sum of the factors."""
+    if x.op != "reduce" or x.value.op != "sum" or (body := _body(r, x.value, n)) is None:
+        return None
+    softmaxes = _kept_softmaxes(body, n)
+    factor = score.substitute(body, dict.fromkeys(softmaxes, const(1.0)), build)
+    if (
+        softmaxes
+        and linear(score.substitute(body, dict.fromkeys(softmaxes, name("p")), build))
+        and not r.depends(factor)
+        and n not in ix.expr_axes(factor)
+        and not any(n in ix.axes(i) for y in softmaxes for d, i in enumerate(y.value.index) if d != y.value.dim)
+    ):
+        return factor
+    return None
 
 
 def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:

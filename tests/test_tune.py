@@ -366,8 +366,8 @@ def test_ctrl_c_shows_what_is_known(monkeypatch, capsys):
 class Kernel:
     """Stands in for what launcher.start gives."""
 
-    def again(self, changing):
-        pass
+    def repeated(self, changing):
+        return lambda: None
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

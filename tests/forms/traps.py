@@ -294,6 +294,37 @@ def embedding_padding_idx(g):
     return g.module(A()), g.qkv()
 
 
+@form(skip="*")
+def the_sum_tells_rows_of_nan(g):
+    """It is not 1 there."""
+
+    def fn(q, k, v, m):
+        p = (q @ k.mT * 0.3).masked_fill(~m, -INF).softmax(-1)
+        return torch.where(p.sum(-1, keepdim=True).isnan(), torch.zeros_like(p), p) @ v
+
+    return fn, (*g.qkv(), torch.ones(g.S, g.S, dtype=torch.bool).tril(-1))
+
+
+@form(skip="*")
+def the_sum_of_another_softmax(g):
+    def fn(q, k, v, w):
+        return ((q @ k.mT * 0.3).softmax(-1) / (q @ w.mT).softmax(-1).sum(-1, keepdim=True)) @ v
+
+    return fn, (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
+
+
+@form()
+def embedding_padding_idx_of_the_last_row(g):
+    w = g.r(2 * g.S, g.H)
+
+    def fn(q, k, v, w):
+        i = torch.arange(g.S)
+        b = F.embedding((i[None] - i[:, None]) + g.S, w, padding_idx=-1).permute(2, 0, 1)
+        return (q @ k.mT + b).softmax(-1) @ v
+
+    return fn, (*g.qkv(), w)
+
+
 @form()
 def embedding_scale_grad(g):
     w = g.r(2 * g.S, g.H)
