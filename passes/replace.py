@@ -109,9 +109,13 @@ def replace(
     out = Emitter(graph, root, emitted)
     tables = dict(emitted.tables)
     try:
-        both = [_emit(out, r, block, programs, layout, tuning, tables) for block, programs in parts]
+        # Of a mixture the parts may be far larger than their sum, which float32 leaves room for.
+        mixed = torch.float32 if len(parts) + len(given) > 1 else None
+        both = [_emit(out, r, block, programs, layout, tuning, tables, mixed) for block, programs in parts]
         terms = [*(result for _, result in both), *(_given(out, r, g, layout) for g in given)]
         node = functools.reduce(lambda a, b: out.call(operator.add, a, b), terms)
+        if mixed is not None and tensor(node).dtype != tensor(root).dtype:  # type: ignore[union-attr]
+            node = out.method("to", node, tensor(root).dtype)  # type: ignore[union-attr]
     except Exception as e:  # a replacement that cannot be built leaves the graph alone
         out.undo()
         reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
@@ -145,11 +149,14 @@ def _emit(
     layout: str,
     tuning: str,
     tables: dict[Table | Projection, Node],
+    dtype: torch.dtype | None,
 ) -> tuple[Node, Node]:
+    """The operator, and its result in place of the block's; in `dtype`, if one is given."""
     roles = block.roles
-    q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), block.qk_dtype, expand=True)
-    k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), block.qk_dtype)
-    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype)
+    qk_dtype, v_dtype = dtype or block.qk_dtype, dtype or block.v_dtype
+    q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), qk_dtype, expand=True)
+    k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), qk_dtype)
+    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), v_dtype)
     if not programs.differentiates_scores:  # no gradient reaches the queries and keys, and none is written for them
         q, k = (out.method("detach", x) for x in (q, k))
     device = tensor(block.root).device  # type: ignore[union-attr]
@@ -174,18 +181,18 @@ def _emit(
     node = out.call(operator.getitem, both, 0)
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
         node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not
-    return both, _result(out, node, block, layout)
+    return both, _result(out, node, block, layout, dtype)
 
 
 def _given(out: Emitter, r: Reader, g: Given, layout: str) -> Node:
     block, roles = g.beside, g.beside.roles
-    p = _operand(out, g.weights, (roles.batch, roles.heads, roles.queries, (roles.keys,)), block.v_dtype, expand=True)
-    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), block.v_dtype, expand=True)
+    p = _operand(out, g.weights, (roles.batch, roles.heads, roles.queries, (roles.keys,)), torch.float32, expand=True)
+    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), torch.float32, expand=True)
     axes = (*roles.batch, *roles.heads, *roles.queries, roles.keys)
     device = tensor(block.root).device  # type: ignore[union-attr]
     factor = score.interpret(g.factor, Emission(out, axes, r.held, lambda size: _size(out, size), device))
-    weights = out.method("to", out.call(operator.mul, p, factor), block.v_dtype)
-    return _result(out, out.call(torch.matmul, weights, v), block, layout)
+    weights = out.method("to", out.call(operator.mul, p, factor), torch.float32)
+    return _result(out, out.call(torch.matmul, weights, v), block, layout, torch.float32)
 
 
 def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
@@ -334,8 +341,9 @@ def _capture(out: Emitter, node: Node, device: torch.device) -> Node:
     return node
 
 
-def _result(out: Emitter, node: Node, block: Attention, layout: str) -> Node:
-    """[B, H, M, Dv] back to the axes of the root, in the root's dtype and, where it can be seen, the root's strides."""
+def _result(out: Emitter, node: Node, block: Attention, layout: str, dtype: torch.dtype | None) -> Node:
+    """[B, H, M, Dv] back to the axes of the root, in `dtype` or the root's and, where it can be seen, the root's
+    strides."""
     roles = block.roles
     axes = [*roles.batch, *roles.heads, *roles.queries, *roles.columns]
     root = tensor(block.root)
@@ -349,8 +357,8 @@ def _result(out: Emitter, node: Node, block: Attention, layout: str) -> Node:
         node = out.method("reshape", node, _shape_argument(out, ix.shape_of(root)))
     got = tensor(node)
     assert got is not None
-    if got.dtype != root.dtype:
-        node = out.method("to", node, root.dtype)
+    if got.dtype != (dtype or root.dtype):
+        node = out.method("to", node, dtype or root.dtype)
     got = tensor(node)
     assert got is not None
     if not same_strides(root, got) and not strides_unseen(block.root):

@@ -371,3 +371,19 @@ def test_repeated_heads_are_grouped_without_gradients_too():
         compiled = torch.compile(attend, backend="torchflash", options={"torchflash.inner": "aot_eager"})
         torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
     assert block.heads == "6 over 2", block
+
+
+def test_a_difference_of_softmaxes_is_as_exact_as_in_eager_mode():
+    """Each part is far larger than the difference, and would be rounded."""
+    torch.manual_seed(0)
+    queries_and_keys = [torch.randn(2, 3, 64, 8) * 0.2 for _ in range(4)]
+    inputs = [x.bfloat16() for x in (*queries_and_keys, torch.randn(2, 3, 64, 8) + 3)]
+
+    def fn(q1, k1, q2, k2, v):
+        return ((q1 @ k1.mT).softmax(-1) - (q2 @ k2.mT).softmax(-1)) @ v
+
+    exact = fn(*(x.double() for x in inputs))
+    assert [type(record) for record in explain(fn)(*inputs)] == [Rewritten, Rewritten]
+    out = torch.compile(fn, backend="torchflash", options={"torchflash.inner": "eager"})(*inputs)
+    assert out.dtype == torch.bfloat16
+    assert (out - exact).abs().max() <= (fn(*inputs) - exact).abs().max()
