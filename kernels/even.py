@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchflash import score as sc
 from torchflash.kernels import generated, lower, moments
-from torchflash.kernels.forms import Form, _magnitude
+from torchflash.kernels.forms import Form, magnitude
 from torchflash.kernels.launcher import cdiv
 from torchflash.kernels.memory import empty
 from torchflash.kernels.program import G, S
@@ -54,7 +54,7 @@ class Shape:
         return self.slope != 0.0
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def shape(form: Form) -> Shape | None:
     """None where a row without kept keys need not be even."""
     program = form.program
@@ -67,7 +67,7 @@ def shape(form: Form) -> Shape | None:
     if e.op != "+" or not slope:
         return None
     for mask, other in (e.args, e.args[::-1]):
-        if not _magnitude_of(other) <= MODERATE:
+        if not magnitude(other) <= MODERATE:
             continue
         if mask.op == "load" and sc.kind(mask, program.kind_map) == "f":
             low = sc.build("~", sc.build("<=", mask, sc.const(LOW)))
@@ -99,14 +99,6 @@ def _added(e: Expr) -> Expr | None:
     return condition if a.value == 0 and -torch.finfo(torch.float32).max <= b.value <= LOW else None
 
 
-def _magnitude_of(e: Expr) -> float:
-    """A bound of |e| apart from what s brings in."""
-    memo: dict[Expr, float] = {}
-    for x in sc.topological(e):
-        memo[x] = _magnitude(x, memo)
-    return memo[e]
-
-
 def _slope(e: Expr | None) -> float:
     """c of a gradient c · g, else 0."""
     if e is None:
@@ -124,7 +116,7 @@ def _slope(e: Expr | None) -> float:
     return 0.0
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def value_function(form: Form, value: Expr, ranks: tuple[int, ...]) -> Any:
     """What is added where nothing is kept, as a jitted function."""
     printer = lower.Printer(form.program.kind_map, ranks)

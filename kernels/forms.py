@@ -191,14 +191,18 @@ def _scaled(v: float, factor: float) -> float:
 
 def _moderate(e: Expr, factor: float) -> bool:
     """Whether no finite value of `e`, but that of `s` and what is FAR, is too large for the base of an exponent."""
+    return magnitude(e) * factor <= MODERATE
+
+
+def magnitude(e: Expr) -> float:
+    """A bound of |e| apart from what `s`, FAR and infinite constants bring in."""
     memo: dict[Expr, float] = {}
     for x in sc.topological(e):
         memo[x] = _magnitude(x, memo)
-    return memo[e] * factor <= MODERATE
+    return memo[e]
 
 
 def _magnitude(e: Expr, memo: dict[Expr, float]) -> float:
-    """A bound of |e| apart from what `s`, FAR and infinite constants bring in."""
     of = [memo[a] for a in e.args]
     match e.op:
         case "const":
