@@ -127,7 +127,7 @@ def compile_launches(problem: reference.Problem, need: Sequence[bool], capabilit
     """
     found: dict[str, list[Resources]] = {}
 
-    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
+    def start(kernel: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
         resources = compile_kernel(kernel, {**others(), **changing}, capability)
         _refuse(resources, capability, spills)
         found.setdefault(kernel.__name__, []).append(resources)
@@ -153,7 +153,7 @@ def compile_tile(problem: reference.Problem, name: str, tile: Tile, capability: 
     """
     found: list[Resources] = []
 
-    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
+    def start(kernel: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
         if kernel.__name__ == f"attention_{name}":
             found.append(compile_kernel(kernel, {**others(), **changing}, capability))
 
@@ -166,7 +166,7 @@ def built_in(problem: reference.Problem, name: str, capability: int) -> Tile:
     """The tile that the kernel `name` runs with on such a GPU by the built-in table: the first that fits."""
     found: list[Tile] = []
 
-    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
+    def start(kernel: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> None:
         if kernel.__name__ == f"attention_{name}":
             arguments = {**others(), **changing}
             _refuse(compile_kernel(kernel, arguments, capability), capability, spills)
@@ -199,10 +199,10 @@ def time_tile(problem: reference.Problem, name: str, tile: Tile) -> float:
     times: list[float] = []
     refused: list[OutOfResources] = []
 
-    def start(kernel: Any, key: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> Any:
+    def start(kernel: Any, grid: int, changing: Arguments, others: Others, spills: int | None = None) -> Any:
         ours = kernel.__name__ == f"attention_{name}"
         try:
-            started = launcher.start(kernel, None, grid, changing, others)
+            started = launcher.start(kernel, grid, changing, others)
         except OutOfResources as e:
             refused.extend([e] if ours else [])
             raise

@@ -79,7 +79,7 @@ def run(
             return {**others(), **setup.common, **sizes, "num_stages": tile.stages, **extra_options()}
 
         given = {**changing, **by_tile(tile)}
-        return start(kernel, None, grid(tile), given, arguments, spills), given
+        return start(kernel, grid(tile), given, arguments, spills), given
 
     timed, final = None, True
     if o.problem.tuning.autotune:

@@ -1,16 +1,14 @@
 """Starts Triton kernels at little cost to the host.
 
 Triton works out at every launch what it compiles for: the type, the divisibility and the value 1 of each of some
-seventy arguments. Here the caller gives a key from which all of that follows; the first launch of a key goes through
-Triton, and later ones hand the arguments straight to the function that Triton made to start the kernel: addresses as
-numbers, and tensor maps of addresses seen before as they are. An unknown triton gets all of them, by
-`compiled.run`.
+seventy arguments. Here the first launch goes through Triton, and those that the caller knows to be alike hand the
+arguments straight to the function that Triton made to start the kernel: addresses as numbers, and tensor maps of
+addresses seen before as they are. An unknown triton gets all of them, by `compiled.run`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,10 +19,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-REMEMBERED = 4096
 ADDRESSES = 256  # whose tensor maps a kernel remembers
 CHANGING = (Tensor, tuple, TensorDescriptor)
-_started: OrderedDict[Any, Started] = OrderedDict()
 
 
 class Spilling(Exception):
@@ -165,25 +161,18 @@ def hook(chain: Any) -> Any:
 
 def start(
     kernel: Any,
-    key: Any,
     grid: int,
     changing: Mapping[str, Any],
     others: Callable[[], Mapping[str, Any]],
     spills: int | None = None,
 ) -> Started | None:
-    """Launch `kernel` on a grid of one dimension. `key` decides, together with the kernel, the grid, `others`
-    (arguments and options, asked for at the first launch only) and what Triton specialises on in `changing`: types, and
-    whether addresses are multiples of 16. With the key None, what is returned is for the caller to keep instead.
+    """Launch `kernel` on a grid of one dimension with `others` (arguments and options) and `changing`; what is returned
+    launches it again, as long as grid, `others` and what Triton specialises on in `changing` (types, and whether
+    addresses are multiples of 16) stay the same: the caller keeps it under a key that decides those.
 
     Raises triton.runtime.errors.OutOfResources where the kernel does not fit the device, and Spilling, before it is
     launched, where it spills more than `spills` words.
     """
-    if key is not None:  # a compiled kernel belongs to a device
-        key = (getattr(kernel, "__name__", None), None if interpreting() else device(), key)
-    known = _started.get(key)
-    if known is not None:
-        known.again(changing)
-        return known
     arguments = {**others(), **changing}
     if spills is not None and isinstance(kernel, triton.JITFunction):
         compiled = kernel.warmup(grid=(grid,), **arguments)
@@ -193,12 +182,7 @@ def start(
     compiled = kernel[(grid,)](**arguments)
     if not hasattr(compiled, "packed_metadata"):  # interpreted, or a stand-in
         return None
-    started = Started(kernel, compiled, grid, arguments, changing)
-    if key is not None:
-        _started[key] = started
-        if len(_started) > REMEMBERED:
-            _started.popitem(last=False)
-    return started
+    return Started(kernel, compiled, grid, arguments, changing)
 
 
 def device() -> int:

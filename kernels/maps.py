@@ -75,7 +75,7 @@ class Maps:
         if started is not None:
             started.again(changing)
             return
-        started = start(kernel, None, grid, changing, others)
+        started = start(kernel, grid, changing, others)
         if started is not None:
             self.started[key] = started
 

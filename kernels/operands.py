@@ -80,7 +80,7 @@ class Setup:
         started = self.others.get(key)
         if started is not None:
             started.again(changing)
-        elif (started := start(kernel, None, grid, changing, others)) is not None:
+        elif (started := start(kernel, grid, changing, others)) is not None:
             self.others[key] = started
 
     def value(self, which: str) -> Any:

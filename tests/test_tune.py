@@ -375,7 +375,7 @@ def test_one_kernel_is_timed_with_one_tile(monkeypatch, kernel):
     started, timed = [], []
     tile = Tile(32, 64, 8, 4)
 
-    def start(kernel, key, grid, changing, others):
+    def start(kernel, grid, changing, others):
         given = others()
         started.append((kernel.__name__, [given.get(k) for k in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]))
         return Kernel()
@@ -387,7 +387,7 @@ def test_one_kernel_is_timed_with_one_tile(monkeypatch, kernel):
 
 
 def test_a_tile_that_does_not_fit_has_no_time(monkeypatch):
-    def start(kernel, key, grid, changing, others):
+    def start(kernel, grid, changing, others):
         if kernel.__name__ == "attention_backward_kv":
             raise OutOfResources(300000, 200000, "shared memory")
         return Kernel()
