@@ -378,7 +378,8 @@ def attention_backward_q(
             some = tl.max(tl.load(flags + m).to(tl.int32), 0)
             dq = add_product(
                 dq, some, do_at, m0, M, g_m, g_d, flags, None,
-                KEYS + (bh // GROUP).to(tl.int64) * DV * D, (block % SLICES) * CHUNKS[0], D, DV, CHUNKS, 32, PRECISION,
+                KEYS + (bh // GROUP).to(tl.int64) * DV * D, (block % SLICES) * CHUNKS[0], D, DV, CHUNKS, 32, 1,
+                PRECISION,
             )  # fmt: skip
         dq = scale_all(dq, factor)
         store_chunks(dq_at, m, M, dq_m, dq_d, dq, (block % SLICES) * CHUNKS[0], D, CHUNKS)

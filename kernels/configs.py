@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchflash import score as sc
 from torchflash.kernels.forms import Form
+from torchflash.score import Expr
 
 # Larger head dimensions are read chunk by chunk instead of held, and the columns of a result are shared out in slices,
 # each computing the scores again. By the operands' itemsize: float32 as three tf32 products needs registers.
@@ -46,15 +47,24 @@ def chunks(dim: int) -> tuple[int, ...]:
     return (whole,) if sum(parts) >= whole else tuple(parts)
 
 
-def kind(form: Form) -> str:
-    """What a kernel's tiles depend on besides sizes: "full" or "masked" (with a tile map), "bias" where a tensor as
-    large as the scores is added, "heavy" where others are loaded into every tile."""
+def kind(form: Form, itemsizes: Sequence[int]) -> str:
+    """What a kernel's tiles depend on besides sizes: "full" or "masked" (with a tile map); "read" or "wide" where the
+    mask is a tensor as large as the scores, of 1 or 2 bytes an element or of more; "bias" where such a tensor is added,
+    "heavy" where others are loaded into every tile. `itemsizes` are those of the captured tensors."""
     loads = sc.loads(form.body)
-    if any({"m", "n"} <= sc.names(x) for x in loads):
+    if any(map(_large, loads)):
         return "bias"
     if loads:
         return "heavy"
-    return "full" if form.program.keep is None else "masked"
+    keep = form.program.keep
+    if keep is None:
+        return "full"
+    widths = [itemsizes[int(x.value[1:])] for x in sc.loads(keep) if _large(x)]
+    return "masked" if not widths else "read" if max(widths) <= 2 else "wide"
+
+
+def _large(load: Expr) -> bool:
+    return {"m", "n"} <= sc.names(load)
 
 
 # (kernel, itemsize) -> [(largest head dimension, tiles from the first choice to the last resort)]
@@ -93,7 +103,10 @@ _TABLE: dict[tuple[str, int], list[tuple[int, list[Tile]]]] = {
 _HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
     "forward": {
         64: {None: Tile(64, 128, 4, 2), "bias": Tile(128, 64, 4, 3), "heavy": Tile(64, 64, 4, 3)},
-        128: {None: Tile(128, 64, 4, 2), "bias": Tile(128, 128, 8, 2), "heavy": Tile(64, 64, 4, 2)},
+        128: {
+            None: Tile(128, 64, 4, 2), "bias": Tile(128, 128, 8, 2), "heavy": Tile(64, 64, 4, 2),
+            "wide": Tile(64, 64, 4, 2),
+        },
         256: {None: Tile(128, 64, 8, 2)},
     },
     "backward_kv": {
@@ -102,7 +115,10 @@ _HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
         256: {None: Tile(64, 64, 8, 2)},
     },
     "backward_q": {
-        64: {None: Tile(64, 64, 4, 2), "full": Tile(128, 64, 4, 3), "bias": Tile(64, 64, 4, 3)},
+        64: {
+            None: Tile(64, 64, 4, 2), "full": Tile(128, 64, 4, 3), "bias": Tile(64, 64, 4, 3),
+            "wide": Tile(64, 128, 4, 2),
+        },
         128: {None: Tile(64, 64, 4, 2), "full": Tile(128, 64, 8, 3), "bias": Tile(128, 64, 8, 3)},
         256: {None: Tile(128, 32, 8, 2)},
     },
@@ -110,7 +126,9 @@ _HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
 }
 
 
-def tiles(kernel: str, dim: int, itemsize: int, form: Form, hopper: bool) -> list[Tile]:
+def tiles(
+    kernel: str, dim: int, itemsize: int, form: Form, itemsizes: Sequence[int], hopper: bool
+) -> list[Tile]:
     """From the first choice to the last resort; `dim` is the larger of the held head dimensions, `hopper` whether it is
     read by the tensor memory accelerator of sm_90."""
     table = _TABLE["backward_q" if kernel == "backward_capture" else kernel, itemsize]
@@ -120,5 +138,5 @@ def tiles(kernel: str, dim: int, itemsize: int, form: Form, hopper: bool) -> lis
     if hopper and itemsize == 2:
         first = next((t for largest, t in _HOPPER[kernel].items() if dim <= largest), None)
         if first is not None:
-            choices = [first.get(kind(form), first[None]), *choices]
+            choices = [first.get(kind(form, itemsizes), first[None]), *choices]
     return [*choices, *_LAST]

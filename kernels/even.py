@@ -227,7 +227,7 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
     rows = empty(do, (lines, DV), torch.float32)
     queries = keys = mean = None
     if found.added:
-        queries, keys = _within(dq, (lines, DV, D)), empty(do, (pairs, DV, D), p.q.dtype)
+        queries, keys = _within(dq, (lines, DV, D)), empty(do, (pairs, DV, D), dq.dtype)
         mean = empty(do, (pairs, DV), torch.float32)
     slices_v, slices = cdiv(DV, 64), cdiv(D, 64) if found.added else 1
 
@@ -239,8 +239,8 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
             "lines": lines, "length": even.shape[1], "weight": 1.0 / p.N,
             "weight_s": found.slope / (setup.form.factor * p.N),  # the kernels multiply by the factor
             "D": D, "DV": DV, "PRECISION": setup.common["PRECISION"], "BLOCK": 64,
-            "ROWS": 128 if setup.itemsize < 4 else 64, "WIDTH": 1024,
-            "num_warps": 4, "num_stages": 2,
+            "ROWS": 128 if setup.itemsize < 4 else 64, "WIDTH": 4096,
+            "num_warps": 4, "num_stages": 3 if setup.itemsize < 4 else 2,
         }  # fmt: skip
 
     grid = (lines + pairs) * slices_v * slices
@@ -253,10 +253,10 @@ def of_backward(o: Operands, do: Tensor, even: Tensor | None, need: Sequence[boo
 
 
 def _within(x: Tensor, size: tuple[int, int, int]) -> Tensor:
-    """float32 in the memory of `x`, contiguous; or elsewhere, where it does not fit."""
-    if x.numel() * x.itemsize < math.prod(size) * 4 or x.stride(-1) != 1 or x.shape[-1] % 2 or x.storage_offset():
-        return empty(x, size, torch.float32)
-    return x.view(torch.float32).as_strided(size, (size[1] * size[2], size[2], 1))
+    """Contiguous, in the memory of `x`, which is dense; or elsewhere, where it does not fit."""
+    if x.numel() < math.prod(size):
+        return empty(x, size, x.dtype)
+    return x.as_strided(size, (size[1] * size[2], size[2], 1))
 
 
 def add_to_keys(o: Operands, moments_: Moments, dk: Tensor) -> None:
@@ -264,6 +264,7 @@ def add_to_keys(o: Operands, moments_: Moments, dk: Tensor) -> None:
     if moments_.queries is None:
         return
     p, setup = o.problem, o.setup
+    blocks = {"BLOCK_N": 64, "BLOCK_D": 128 if setup.D > 64 and setup.itemsize < 4 else 64}
 
     def others() -> dict[str, Any]:
         of = {"dk": dk, "v": p.v}
@@ -271,10 +272,10 @@ def add_to_keys(o: Operands, moments_: Moments, dk: Tensor) -> None:
         return {
             **steps, "H": p.H, "HEADS": p.group_k, "GROUP": moments_.group, "GROUP_V": p.group_v, "N": p.N,
             "factor": setup.form.factor, "D": setup.D, "DV": setup.DV, "PRECISION": setup.common["PRECISION"],
-            "BLOCK_N": 64, "BLOCK_D": 64, "num_warps": 4,
+            **blocks, "num_warps": 4,
         }  # fmt: skip
 
-    grid = p.B * (p.H // p.group_k) * cdiv(p.N, 64) * cdiv(setup.D, 64)
+    grid = p.B * (p.H // p.group_k) * cdiv(p.N, blocks["BLOCK_N"]) * cdiv(setup.D, blocks["BLOCK_D"])
     changing = {"DK": dk, "V": p.v, "SOME": moments_.some, "QUERIES": moments_.queries, "MEAN": moments_.mean}
     setup.start(moments.even_keys, (dk.stride(), dk.data_ptr() % 16), grid, changing, others)
 

@@ -116,7 +116,8 @@ def run(
 def tiles(name: str, o: Operands) -> list[configs.Tile]:
     """From the first choice to the last resort; first what the user asked for."""
     setup = o.setup
-    choices = configs.tiles(name, setup.held, setup.itemsize, setup.form, setup.hopper)
+    itemsizes = [c.itemsize for c in o.problem.captures]
+    choices = configs.tiles(name, setup.held, setup.itemsize, setup.form, itemsizes, setup.hopper)
     fixed = o.problem.tuning.tile(name)
     return [choices[0].replaced(fixed), *choices] if fixed else choices
 

@@ -18,14 +18,6 @@ def even_sum(N):
 
 
 @triton.jit
-def rounded(x, PRECISION: tl.constexpr):
-    """x as a factor of a product in `PRECISION`, or in TF32 beside operands in half precision: tensor cores cut off."""
-    if PRECISION == "ieee":
-        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
 def moderate_rows(ptr, rows, limit, stride_row, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """[ROWS] int32, whether all of a row is finite and not so large that a product with the like is not lost in LOW."""
     found = tl.full(rows.shape, 1, tl.int32)
@@ -142,6 +134,8 @@ def even_moments(
     d_v = at_v + tl.arange(0, BLOCK)
     square = d_v[:, None] * D + d[None, :]
     inside = (d_v[:, None] < DV) & (d[None, :] < D)
+    ones = tl.full([ROWS, 16], 1.0, tl.float32).to(Q.dtype.element_ty)  # sums as products, whose columns are alike
+    SUMS: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
     if program < lines:
         b = (program // H).to(tl.int64)
         h = (program % H).to(tl.int64)
@@ -162,7 +156,7 @@ def even_moments(
         tl.store(SOME + program, (last > 0).to(tl.int32), mask=(at == 0) & (at_v == 0))
         if QUERIES is not None:
             of_rows = QUERIES + program.to(tl.int64) * DV * D
-            tl.store(of_rows + square, rounded(queries * weight_s, PRECISION), mask=inside & (last > 0))
+            tl.store(of_rows + square, (queries * weight_s).to(Q.dtype.element_ty), mask=inside & (last > 0))
     elif QUERIES is not None:
         pair = program - lines
         b = (pair * GROUP // H).to(tl.int64)
@@ -174,47 +168,48 @@ def even_moments(
         k_at = K + b * k_b + h // GROUP_K * k_h
         v_at = V + b * v_b + h // GROUP_V * v_h
         keys = tl.zeros([BLOCK, BLOCK], tl.float32)
-        sum_k = tl.zeros([BLOCK], tl.float32)
-        sum_v = tl.zeros([BLOCK], tl.float32)
+        sum_k = tl.zeros([BLOCK, 16], tl.float32)
+        sum_v = tl.zeros([BLOCK, 16], tl.float32)
         for n0 in tl.range(0, tl.where(last > 0, N, 0), ROWS):
             n = n0 + tl.arange(0, ROWS)
             k = load_chunk(k_at, n, N, k_r, k_d, at, D, BLOCK, D % BLOCK == 0, True)
             v = load_chunk(v_at, n, N, v_r, v_d, at_v, DV, BLOCK, DV % BLOCK == 0, True)
-            sum_k += tl.sum(k.to(tl.float32), 0)
-            sum_v += tl.sum(v.to(tl.float32), 0)
+            sum_k = tl.dot(k.T, ones, sum_k, input_precision=SUMS)
+            sum_v = tl.dot(v.T, ones, sum_v, input_precision=SUMS)
             keys = tl.dot(v.T, k, keys, input_precision=PRECISION)
-        mean = sum_v * weight
-        keys -= mean[:, None] * sum_k[None, :]
+        mean = tl.max(sum_v, 1) * weight
+        keys -= mean[:, None] * tl.max(sum_k, 1)[None, :]
         of_keys = KEYS + pair.to(tl.int64) * DV * D
-        tl.store(of_keys + square, rounded(keys * weight_s, PRECISION), mask=inside & (last > 0))
+        tl.store(of_keys + square, (keys * weight_s).to(Q.dtype.element_ty), mask=inside & (last > 0))
         tl.store(MEAN + pair.to(tl.int64) * DV + d_v, mean, mask=(d_v < DV) & (at == 0) & (last > 0))
 
 
 @triton.jit
 def add_product(
     acc, some, X, first, limit, stride_row, stride_d, EVEN, MEAN, MOMENT, start,
-    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc + (x - MEAN) MOMENT if `some`, which is 0 or 1: x [ROWS, DV], the rows `first` … of X, or those of them that
     are EVEN; MEAN [DV]; MOMENT [DV, D], of which the columns `start` … are taken."""
-    product: tl.constexpr = "tf32" if PRECISION == "ieee" else PRECISION
     rows = first + tl.arange(0, acc[0].shape[0])
     used = rows < limit
     if EVEN is not None:
         used = tl.load(EVEN + rows) > 0
-    for at in tl.range(0, DV * some, STEP, num_stages=1):
-        x = load_chunk(X, rows, limit, stride_row, stride_d, at, DV, STEP, DV % STEP == 0, True).to(tl.float32)
+    for at in tl.range(0, DV * some, STEP, num_stages=STAGES):
+        x = load_chunk(X, rows, limit, stride_row, stride_d, at, DV, STEP, DV % STEP == 0, True)
         d_v = at + tl.arange(0, STEP)
         if MEAN is not None:
-            x -= tl.load(MEAN + d_v, mask=d_v < DV, other=0.0)[None, :]
-        x = rounded(tl.where(used[:, None], x, 0.0), PRECISION)
+            mean = tl.load(MEAN + d_v, mask=d_v < DV, other=0.0)
+            x = (x.to(tl.float32) - mean[None, :]).to(X.dtype.element_ty)
+        x = tl.where(used[:, None], x, 0.0)
         out = ()
         column = start
         for i in tl.static_range(len(acc)):
             d = column + tl.arange(0, CHUNKS[i])
             inside = (d_v[:, None] < DV) & (d[None, :] < D)
-            moment = tl.load(MOMENT + d_v[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            out += (tl.dot(x, moment, acc[i], input_precision=product),)  # type: ignore[assignment]
+            moment = tl.load(MOMENT + d_v[:, None] * D + d[None, :], mask=inside, other=0.0)
+            out += (tl.dot(x, moment, acc[i], input_precision=PRECISION),)  # type: ignore[assignment]
             column = column + CHUNKS[i]
         acc = out
     return acc
@@ -242,7 +237,7 @@ def even_keys(
             v_at = V + b * v_b + tl.cast(bh % H // GROUP_V, tl.int64) * v_h
             acc = add_product(
                 acc, tl.load(SOME + bh), v_at, n0, N, v_n, v_d, None, MEAN + tl.cast(bh // GROUP, tl.int64) * DV,
-                QUERIES + tl.cast(bh, tl.int64) * DV * D, at, D, DV, (BLOCK_D,), 32, PRECISION,
+                QUERIES + tl.cast(bh, tl.int64) * DV * D, at, D, DV, (BLOCK_D,), 32, 2, PRECISION,
             )  # fmt: skip
         n = n0 + tl.arange(0, BLOCK_N)
         d = at + tl.arange(0, BLOCK_D)

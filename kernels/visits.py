@@ -45,30 +45,33 @@ def tile_states(
         n1 = tl.minimum(n0 + BLOCK_N, N) - 1
         state = step * 0
         if MAY_KEEP(b, h, h, m0, m1, n0, n1, Z):
-            some = step * 0
-            every = some + 1
-            for part in range(0, BLOCK_M, ROWS):  # few registers, so that many programs read at the same time
-                m = m0 + part + tl.arange(0, ROWS)[:, None]
-                n = n0 + tl.arange(0, BLOCK_N)[None, :]
-                outside = (m >= M) | (n >= N)
-                none = tl.zeros([ROWS, BLOCK_N], tl.int1)
-                kept = (KEEP(b, h, m, n, T, S, Z) | none) & (outside == 0)
-                some = tl.maximum(some, tl.max(tl.max(kept.to(tl.int32), 1), 0))
+            n = n0 + tl.arange(0, BLOCK_N)[None, :]
+            none = tl.zeros([ROWS, BLOCK_N], tl.int1)
+            some = none
+            cut = none
+            marks = ()
+            for part in tl.static_range(BLOCK_M // ROWS):  # unrolled, so that much is read at the same time
+                m = m0 + part * ROWS + tl.arange(0, ROWS)[:, None]
+                inside = (m < M) & (n < N)
+                kept = (KEEP(b, h, m, n, T, S, Z) | none) & inside
+                some |= kept
+                if PLAIN is not None:
+                    cut |= ((PLAIN(b, h, m, n, T, S, Z) | none) == 0) & inside
                 if UNEVEN is not None:
                     uneven = kept
                     if MASKED is not None:
                         first = MASKED(b, h, m, tl.zeros([1, 1], tl.int32), T, S, Z)
                         same = (MASKED(b, h, m, n, T, S, Z) == first) & (first > float("-inf"))
-                        uneven |= (same == 0) & (outside == 0)
-                    mark = tl.max(uneven.to(tl.int8), 1, keep_dims=True)
-                    to = UNEVEN + (line // rows).to(tl.int64) * M + m
-                    tl.store(to, mark, mask=(m < M) & (mark > 0))
-                if PLAIN is not None:
-                    plain = PLAIN(b, h, m, n, T, S, Z) | outside
-                    every = tl.minimum(every, tl.min(tl.min(plain.to(tl.int32), 1), 0))
-            state = some
+                        uneven |= (same == 0) & inside
+                    marks += (tl.max(uneven.to(tl.int8), 1, keep_dims=True),)  # type: ignore[assignment]
+            state = tl.max(tl.max(some.to(tl.int32), 1), 0)
             if PLAIN is not None:
-                state += every * some
+                state += state * (1 - tl.max(tl.max(cut.to(tl.int32), 1), 0))
+            if UNEVEN is not None:
+                for part in tl.static_range(BLOCK_M // ROWS):
+                    m = m0 + part * ROWS + tl.arange(0, ROWS)[:, None]
+                    to = UNEVEN + (line // rows).to(tl.int64) * M + m
+                    tl.store(to, marks[part], mask=(m < M) & (marks[part] > 0))
         tl.store(at + step, state.to(tl.int8))
     else:
         tile = step * WIDTH + tl.arange(0, WIDTH)
