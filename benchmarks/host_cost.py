@@ -91,7 +91,7 @@ def main() -> None:
     rest = (captures, [16], *TEXTS, 0.0, None)
     print("parts of a forward")
     show("  the op's function, without the dispatcher", lambda: op._forward(q, k, v, *rest, "bmhd", FUSED))
-    show("  problem: checks, programs, sizes", lambda: op._problem(q, k, v, captures, [16], TEXTS, 0.0, None, FUSED))
+    show("  problem: checks, programs, sizes", lambda: op._like(q, k, v, captures, [16], TEXTS, 0.0, None, FUSED))
     show("  which way", lambda: op._unfused(problem))
     show("  results", lambda: (op._empty_out(q, v, "bmhd"), op._empty_lse(q)))
 

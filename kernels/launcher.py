@@ -19,6 +19,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from torchflash.kernels import replay
+
 ADDRESSES = 256  # whose tensor maps a kernel remembers
 CHANGING = (Tensor, tuple, TensorDescriptor)
 
@@ -67,7 +69,15 @@ class Started:
         for at, _ in self.tensors + self.tuples:
             self.arguments[at] = None  # no tensor lives on here
 
+    @staticmethod
+    def watched() -> bool:
+        """Whether somebody wants to hear of launches."""
+        runtime = knobs.runtime
+        return hook(runtime.launch_enter_hook) is not None or hook(runtime.launch_exit_hook) is not None
+
     def again(self, changing: Mapping[str, Any]) -> None:
+        if (recording := replay.current()) is not None:
+            recording.launched(self, changing)
         runtime = knobs.runtime
         enter, leave = hook(runtime.launch_enter_hook), hook(runtime.launch_exit_hook)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
@@ -81,7 +91,7 @@ class Started:
         for i, name in self.tuples:
             arguments[i] = tuple([x.data_ptr() for x in changing[name]])
         for i, name, maps in self.maps:
-            arguments[i] = maps.of(changing[name])
+            arguments[i] = maps.at(changing[name].data_ptr())
         self.direct(*arguments)
 
     def repeated(self, changing: Mapping[str, Any]) -> Callable[[], None]:
@@ -111,13 +121,12 @@ class TensorMaps:
         self.known[first.base.data_ptr()] = self.arguments[0]
         self.template = based(first, None)
 
-    def of(self, x: Tensor) -> Any:
-        address = x.data_ptr()
+    def at(self, address: int) -> Any:
         found = self.known.get(address)
         if found is None:
             if len(self.known) >= ADDRESSES:
                 self.known.clear()
-            found = self.known[address] = self._make(based(self.template, x))[0]
+            found = self.known[address] = self._make(based(self.template, Address(address)))[0]
         return found
 
     def _make(self, descriptor: TensorDescriptor) -> list[Any]:
@@ -127,7 +136,14 @@ class TensorMaps:
         return made
 
 
-def based(descriptor: TensorDescriptor, x: Tensor | None) -> TensorDescriptor:
+class Address(int):
+    """In the place of a tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def based(descriptor: TensorDescriptor, x: Tensor | Address | None) -> TensorDescriptor:
     """The same of another tensor; not by the constructor, which looks at everything again."""
     other = object.__new__(TensorDescriptor)
     other.__dict__.update(descriptor.__dict__, base=x)
@@ -173,6 +189,8 @@ def start(
     Raises triton.runtime.errors.OutOfResources where the kernel does not fit the device, and Spilling, before it is
     launched, where it spills more than `spills` words.
     """
+    if (recording := replay.current()) is not None:
+        recording.complete = False
     arguments = {**others(), **changing}
     if spills is not None and isinstance(kernel, triton.JITFunction):
         compiled = kernel.warmup(grid=(grid,), **arguments)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchflash import score as sc
-from torchflash.kernels import even, lower
+from torchflash.kernels import even, lower, replay
 from torchflash.kernels.forms import Form
 from torchflash.kernels.launcher import Started, cdiv, start
 from torchflash.kernels.memory import empty
@@ -91,6 +91,9 @@ class Maps:
             lasting = (self.key, self.device, key)
             if lasting in _known:
                 _known.move_to_end(lasting)
+                if (recording := replay.current()) is not None:
+                    for name in ("STATES", "ORDER", "COUNTS"):
+                        recording.same(_known[lasting][name])
                 return _known[lasting]
         states = self._states(blocks, o)
         rows, cols = states.shape[2:]
@@ -146,7 +149,7 @@ class Maps:
         if o.even is None:
             return None
         if o.uneven is None:
-            o.uneven = o.problem.q.new_zeros((self.batches, self.heads, self.M), dtype=torch.int8)
+            o.uneven = empty(o.problem.q, (self.batches, self.heads, self.M), torch.int8, zero=True)
         return o.uneven
 
     def _functions(self) -> dict[str, Any]:

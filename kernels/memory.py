@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+listening = threading.local()  # .recording: what is told of temporary tensors (replay.py)
 _empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
@@ -20,6 +22,9 @@ def empty_strided(like: Tensor, size: tuple[int, ...], stride: tuple[int, ...], 
     return like.new_empty_strided(size, stride, dtype=dtype)
 
 
-def empty(like: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Contiguous, on the device of `like`."""
-    return empty_strided(like, size, tuple([math.prod(size[i + 1 :]) for i in range(len(size))]), dtype)
+def empty(like: Tensor, size: tuple[int, ...], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """Contiguous, on the device of `like`, for the kernels of one call; uninitialised, or 0."""
+    x = empty_strided(like, size, tuple([math.prod(size[i + 1 :]) for i in range(len(size))]), dtype)
+    if (recording := getattr(listening, "recording", None)) is not None:
+        recording.temporary(x, zero)
+    return x.zero_() if zero else x

@@ -9,7 +9,7 @@ from attention_cases import BF16, CASES, F16, F32, Case, build
 from oracle import INF, Inputs, check, run_op
 from test_even_rows import WAYS, left_padded, masked
 
-from torchflash.kernels import philox, reference
+from torchflash.kernels import op, philox, reference, replay
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -99,25 +99,30 @@ AGAIN = ["causal", "documents", "dropout", "grouped"]
 
 @pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
 @pytest.mark.parametrize("name", AGAIN)
-def test_kernels_are_started_again(name, watched):
-    """With other tensors of the same shapes, at addresses known and unknown; past Triton, or by it where a launch is
-    watched."""
-    seen = []
-    held = []
+def test_kernels_are_started_again(name, watched, monkeypatch):
+    """With other tensors of the same shapes, at addresses known and unknown: first compiled, then recorded, then
+    replayed, or by Triton where launches are watched."""
+    from torchflash.kernels import operands
+
+    seen, held, replayed = [], [], []
     chain = triton.knobs.runtime.launch_enter_hook
     watch = seen.append
+    run = replay.Replay.run
+    monkeypatch.setattr(replay.Replay, "run", lambda *args: replayed.append(run(*args)) or replayed[-1])
+    for known in (op._known, operands._setups):  # of other tests
+        known.clear()
     try:
-        for i in range(4):
+        for i in range(5):
             x = build(BY_NAME[name], BF16, device="cuda")
             for t in (x.q, x.k, x.v):
                 t.copy_(torch.randn_like(t))
-            if i == 2 and watched:
+            if i == 3 and watched:
                 chain.add(watch)
             check(x, slack=2 * BY_NAME[name].slack)
             held += [x] if i % 2 else []  # so that some addresses change
     finally:
         chain.remove(watch)
-    assert bool(seen) == watched
+    assert bool(seen) == watched and replayed == [True, True, *[not watched] * 4]
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 129, 192, 320, 1025])
