@@ -39,13 +39,13 @@ from torchflash.kernels.visits import plain_at, tile_at, visit
 def attention_rows(
     OUT, DO, LSE, ROWS, EVEN, SEED, o_b, o_h, o_m, o_d, g_b, g_h, g_m, g_d, H, M, N, lines, length,
     exponent, fill, huge,
-    EXACT: tl.constexpr, JOINT: tl.constexpr, DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr, JOINT: tl.constexpr, ZERO: tl.constexpr, DROPOUT: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """ROWS [3 or 6, lines = B H, length >= M]: the base of the exponents, delta, 1 / sum (unless JOINT, where it is in
     the base), and under DROPOUT the three keys of the row. Rows whose gradient is 0, as that of padding is, get the
-    base inf: then p is 0, and tiles of nothing else need not be visited. So do even ones (even.py), which EVEN [lines,
-    length] int8 marks if it is there."""
+    base inf: then p is 0, and tiles of nothing else need not be visited. So do rows without keys if they are ZERO, and
+    even ones (even.py), which EVEN [lines, length] int8 marks if it is there."""
     blocks = length // BLOCK_M
     bh = tl.program_id(0) // blocks
     m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -71,13 +71,15 @@ def attention_rows(
     delta = tl.where(finite, delta, 0.0)
     base = tl.where(finite, base, float("nan"))
     dead = (alive == 0) & finite
+    if ZERO:
+        dead |= row_sum == 0.0
     if EVEN is not None:
         dead |= even
         tl.store(EVEN + bh.to(tl.int64) * length + m, (even & (m < M)).to(tl.int8))
     tl.store(at, tl.where((m < M) & (dead == 0), base, float("inf")))
     tl.store(at + lines.to(tl.int64) * length, delta)
     if not JOINT:
-        tl.store(at + lines.to(tl.int64) * 2 * length, 1.0 / row_sum)
+        tl.store(at + lines.to(tl.int64) * 2 * length, tl.where(dead, 0.0, 1.0 / row_sum))
     if DROPOUT:
         k0, k1, k2 = dropout_keys(tl.load(SEED), row)
         tl.store(at + lines.to(tl.int64) * 3 * length, k0.to(tl.float32, bitcast=True))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchflash import score as sc
-from torchflash.kernels.program import Program, fold
+from torchflash.kernels.program import P, Program, fold
 from torchflash.score import Expr
 
 LOG2E = 1.4426950408889634
@@ -40,6 +40,8 @@ class Form:
     fill: float  # what of the scores is not kept is at most this
     far_fill: float  # the same while what is huge is FAR
     huge: float  # what FAR stands for in the scores; inf where nothing does
+    post: Expr | None = None  # what kernels do to probabilities
+    zero: bool = False  # a row without keys is 0: that was all that `program.post` did
     exact: bool = False  # the exponent is a difference times log2(e), which nothing finite overflows
     joint: bool = False  # maximum and sum of a row fit into one logarithm
 
@@ -65,6 +67,7 @@ def form(program: Program, exact: bool) -> Form:
     assumptions = _Assumptions(program)
     body = assumptions.apply(inner) if program.keep is not None else inner
     conditions = assumptions.conditions()
+    zero = program.post is not None and _zeroes_empty_rows(program.post, program.score)
     return Form(
         program=program,
         factor=factor,
@@ -74,6 +77,8 @@ def form(program: Program, exact: bool) -> Form:
         fill=_raised(program.fill),
         far_fill=_raised(far_fill),
         huge=float(np.float32(huge)) if stands else math.inf,
+        post=None if zero else program.post,
+        zero=zero,
         exact=exact,
         joint=not exact and not stands,
     )
@@ -82,6 +87,32 @@ def form(program: Program, exact: bool) -> Form:
 def _raised(fill: float) -> float:
     """A little more than any fill can be after its roundings."""
     return fill + abs(fill) * 2.0**-20 if math.isfinite(fill) else fill
+
+
+def _zeroes_empty_rows(post: Expr, score: Expr) -> bool:
+    """Whether `post` is where(kept, p, 0.0) for what the score keeps: elsewhere p is 0 already, but in a row that keeps
+    nothing, where it is NaN."""
+    if post.op != "where":
+        return False
+    condition, a, b = post.args
+    if b is P:
+        condition, a, b = sc.build("~", condition), b, a
+    return a is P and b.op == "const" and b.value == 0.0 and _infinite_without(condition, score)
+
+
+def _infinite_without(kept: Expr, score: Expr) -> bool:
+    """Whether the score is -inf, or NaN, wherever `kept` does not hold."""
+    if score.op == "where":
+        condition, a, b = score.args
+        if a.op == "const":
+            condition, a, b = sc.build("~", condition), b, a
+        return condition is kept and b.op == "const" and b.value == -math.inf
+    if score.op == "+":
+        return any(
+            kept is sc.build("~", sc.build("<=", x, sc.const(-math.inf))) or _infinite_without(kept, x)
+            for x in score.args
+        )
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------------- factor

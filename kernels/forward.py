@@ -93,7 +93,7 @@ def attention_forward(
     exponent, fill, huge, threshold, keep_scale,
     SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, FILLED: tl.constexpr,
+    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, FILLED: tl.constexpr, ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
@@ -163,7 +163,9 @@ def attention_forward(
             row_sum = tl.where(even > 0, N.to(tl.float32), row_sum)
             acc = with_sums(acc, even, SUMS, b * (H // GROUP_V) + h_v, parts, start_v, DV, CHUNKS_V)
     is_nan = (row_sum != row_sum) | (row_sum == 0.0)  # a NaN or +inf score, or nothing but -inf
-    inverse = tl.where(is_nan, float("nan"), 1.0 / row_sum)
+    if ZERO:
+        is_nan = row_sum != row_sum
+    inverse = tl.where(is_nan, float("nan"), 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))
     acc = scale_rows(acc, inverse * keep_scale)
     if POST is not None:
         if tl.max((is_nan & (m < M)).to(tl.int32), 0) > 0:

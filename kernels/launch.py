@@ -147,8 +147,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
     def others() -> dict[str, Any]:
         return {
             "fill": setup.form.far_fill, "huge": setup.form.huge,
-            "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "SCORE": setup.value("score"),
-            "BODY": setup.value("body"), "POST": setup.post, "parts": even.parts(p.N)[1],
+            "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "ZERO": setup.form.zero,
+            "SCORE": setup.value("score"), "BODY": setup.value("body"), "POST": setup.post, "parts": even.parts(p.N)[1],
             **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.dims(setup.DV),
         }  # fmt: skip
 
@@ -174,7 +174,7 @@ class Saved:
             return {
                 **strides(o=out, g=do), "H": p.H, "M": p.M, "N": p.N, "lines": p.B * p.H, "length": self.length,
                 "exponent": setup.form.exponent, "fill": setup.form.fill, "huge": setup.form.huge,
-                "EXACT": setup.form.exact,
+                "EXACT": setup.form.exact, "ZERO": setup.form.zero,
                 "JOINT": setup.form.joint, "DROPOUT": p.dropout_p > 0, "DV": setup.DV, "BLOCK_M": block,
                 "BLOCK_D": min(128, max(16, triton.next_power_of_2(setup.DV))), **extra_options(),
             }  # fmt: skip

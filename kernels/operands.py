@@ -64,7 +64,7 @@ class Setup:
         self.held = configs.STREAM_TILES[self.itemsize] if self.stream else max(self.D, self.DV)
         whole = all(configs.chunks(d) == (d,) for d in (self.D, self.DV))
         self.hopper = whole and self.fast and not self.stream and has_tma(p.q.device)
-        self.post = self.value("post") if self.program.post is not None else None
+        self.post = self.value("post") if self.form.post is not None else None
         self.maps = Maps(self.form, p, self.S, self.sizes) if self.program.keep is not None else None
         self.kind = (p.q.device, p.program, self.D, self.DV, p.q.dtype, p.v.dtype, precision(p.q.dtype), p.tuning)
         self.descriptors: dict[Any, TensorDescriptor | None] = {}
@@ -87,7 +87,7 @@ class Setup:
         return lower.value_function(self.form, which, self.ranks, self.fast)
 
     def gradient(self, which: str, scatter: tuple[int, ...] = ()) -> Any:
-        if which == "post" and self.program.post is None:
+        if which == "post" and self.form.post is None:
             return None
         return lower.gradient_function(self.form, which, self.ranks, scatter, self.fast)
 

@@ -1,15 +1,19 @@
 """Opens calls that have attention inside but are one node of Dynamo's graph.
 
     o, w = F.multi_head_attention_forward(q, k, v, …)    ->    the operations it consists of
+    o = F.scaled_dot_product_attention(q, k, v, mask)    ->    matmul, mask, softmax, matmul
 
 They are traced on the fake tensors, so they are what torch does for these arguments. A call that cannot be traced stays
-as it is.
+as it is. Calls of scaled_dot_product_attention are closed again unless what is inside was rewritten.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from torchflash.passes.graph import value
+from torchflash.passes.graph import operation, tensor, value
 
 log = logging.getLogger(__name__)
 
@@ -31,46 +35,62 @@ def open_composites(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target not in COMPOSITES:
             continue
-        try:
-            _open(gm, node)
-        except Exception as e:
-            log.debug("torchflash: %s stays closed: %r", node.name, e)
+        if any(u.target is not operator.getitem for u in node.users):
+            continue
+        opened = _open(gm, node, node.target)
+        if opened is None:
+            continue
+        for user in list(node.users):
+            user.replace_all_uses_with(opened.results[user.args[1]])
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        gm.recompile()
 
 
-def _open(gm: GraphModule, node: Node) -> None:
+@dataclass(frozen=True)
+class Opened:
+    """What a call consists of: nodes before it, and those of them that are its results."""
+
+    call: Node
+    nodes: tuple[Node, ...]
+    results: Any
+
+
+def _open(gm: GraphModule, node: Node, function: Callable[..., Any]) -> Opened | None:
+    """Puts the operations of `function`, called as `node` is, before `node`."""
+    try:
+        return _traced(gm, node, function)
+    except Exception as e:
+        log.debug("torchflash: %s stays closed: %r", node.name, e)
+        return None
+
+
+def _traced(gm: GraphModule, node: Node, function: Callable[..., Any]) -> Opened | None:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     inputs = list(dict.fromkeys(x for x in leaves if isinstance(x, Node)))
     fakes = [value(x) for x in inputs]
-    if (
-        not fakes
-        or not all(isinstance(t, FakeTensor) for t in fakes)
-        or any(u.target is not operator.getitem for u in node.users)
-    ):
-        return
+    if not fakes or not isinstance(fakes[0], FakeTensor):
+        return None
 
-    def call(*tensors: torch.Tensor) -> Any:
-        given = dict(zip(inputs, tensors, strict=True))
+    def call(*values: Any) -> Any:
+        given = dict(zip(inputs, values, strict=True))
         args, kwargs = pytree.tree_unflatten([given[x] if isinstance(x, Node) else x for x in leaves], spec)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return function(*args, **kwargs)
 
     with fakes[0].fake_mode:
         traced = make_fx(call, pre_dispatch=True)(*fakes)
     (results,) = (n.args[0] for n in traced.graph.nodes if n.op == "output")
-    for expected, got in zip(value(node), results, strict=True):
+    for expected, got in zip(pytree.tree_leaves(value(node)), pytree.tree_leaves(results), strict=True):
         t = got.meta["val"] if isinstance(got, Node) else None
         if (expected is None) != (t is None) or (t is not None and not _alike(expected, t)):
-            return  # traced outside the autocast it runs in
+            return None  # traced outside the autocast it runs in
     if any(n.op == "get_attr" for n in traced.graph.nodes):
-        return  # holds a constant of its own
+        return None  # holds a constant of its own
     copies = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     with gm.graph.inserting_before(node):
         outputs: Any = gm.graph.graph_copy(traced.graph, copies)
     _describe(node, copies)
-    for user in list(node.users):
-        user.replace_all_uses_with(outputs[user.args[1]])
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
-    gm.recompile()
+    return Opened(node, tuple(copy for n, copy in copies.items() if n.op != "placeholder"), outputs)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -88,3 +108,93 @@ def _describe(node: Node, copies: dict[Node, Node]) -> None:
         if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and torch.is_grad_enabled():
             needs = any(isinstance(x := value(a), torch.Tensor) and x.requires_grad for a in copy.all_input_nodes)
             t.requires_grad_(needs and n.target is not torch.ops.aten.detach.default)
+
+
+# -------------------------------------------------------------------------------------- scaled_dot_product_attention
+
+CALL = "scaled_dot_product_attention"
+
+
+def open_calls(gm: GraphModule, which: str) -> tuple[list[Opened], dict[Node, str]]:
+    """Opens the calls of scaled_dot_product_attention of the kind `which` (Options.sdpa), whose users take the opened
+    result; and why the others are left to torch."""
+    opened, left = [], {}
+    for node in [n for n in gm.graph.nodes if operation(n) == CALL]:
+        why = _left_to_torch(node, which)
+        found = None if why else _open(gm, node, _attention)
+        if found is None:
+            left[node] = why or "its operations could not be traced"
+            continue
+        node.replace_all_uses_with(found.results)
+        opened.append(found)
+    return opened, left
+
+
+def close_calls(gm: GraphModule, opened: list[Opened]) -> set[str]:
+    """Puts back each call whose opened result is still used; returns the names of the softmaxes that are gone."""
+    closed: set[str] = set()
+    for o in opened:
+        if o.results.users:
+            o.results.replace_all_uses_with(o.call)
+            closed |= {n.name for n in o.nodes if operation(n) == "softmax"}
+        else:
+            gm.graph.erase_node(o.call)
+        for n in reversed(o.nodes):
+            if not n.users and not n._erased:
+                gm.graph.erase_node(n)
+    if opened:
+        gm.recompile()
+    return closed
+
+
+def _left_to_torch(node: Node, which: str) -> str:
+    """Why a call stays; "" where it is to be opened."""
+    q, mask = tensor(node.args[0] if node.args else node.kwargs.get("query")), _mask(node)
+    if q is None or q.dim() < 3:
+        return "its operands are not batched"
+    if which == "none":
+        return "the option says so"
+    if which == "all":
+        return ""
+    if mask is None:
+        return "there is no mask tensor"
+    if q.device.type != "cuda":
+        return f"on {q.device.type} torch's kernels are faster"
+    if isinstance(q.shape[-2], int) and q.shape[-2] == 1:
+        return "there is one query"
+    return ""
+
+
+def _mask(node: Node) -> Any:
+    return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As torch documents scaled_dot_product_attention: a query without any key gives 0."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    s = (query @ key.transpose(-2, -1)) * (1.0 / math.sqrt(query.size(-1)) if scale is None else scale)
+    kept = None
+    if is_causal:
+        causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        s = s.masked_fill(~causal, -math.inf)
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        kept = attn_mask
+        s = s.masked_fill(~kept, -math.inf)
+    elif attn_mask is not None:
+        kept = ~(attn_mask <= -math.inf)
+        s = (s + attn_mask).masked_fill(~kept, -math.inf)
+    p = s.softmax(-1).to(query.dtype)
+    if kept is not None:
+        p = torch.where(kept, p, 0.0)
+    return F.dropout(p, dropout_p) @ value

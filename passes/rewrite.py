@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,7 +20,7 @@ from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, Given, prove
-from torchflash.passes.composites import open_composites
+from torchflash.passes.composites import close_calls, open_calls, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
@@ -28,7 +29,7 @@ from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
 from torchflash.passes.softmax import Failure
 from torchflash.passes.views import VIEWS
-from torchflash.report import Rewritten, Skipped, bytes_of_scores, dims, locate
+from torchflash.report import SKIP_CODES, Rewritten, Skipped, bytes_of_scores, dims, locate
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,23 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
 
 def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
     open_composites(gm)
+    opened, left = open_calls(gm, options.sdpa)
+    order = {n.name: i for i, n in enumerate(gm.graph.nodes)}
+    records: list[Rewritten | Skipped] = [_skip(n, Failure("sdpa", why)) for n, why in left.items()]
+    closed: set[str] = set()
+    try:
+        found = _rewrite_opened(gm, options)
+    finally:
+        closed = close_calls(gm, opened)
+    for record in found:
+        if isinstance(record, Skipped) and record.node in closed:
+            reason = f"{record.code}: {record.reason}" if record.reason else record.code
+            record = replace_fields(record, code="sdpa", reason=reason, advice=SKIP_CODES["sdpa"])
+        records.append(record)
+    return sorted(records, key=lambda record: order.get(record.node, 0))
+
+
+def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
     names = [operation(n) for n in gm.graph.nodes]
     if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
         return [

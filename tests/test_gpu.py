@@ -101,7 +101,7 @@ AGAIN = ["causal", "documents", "dropout", "grouped"]
 @pytest.mark.parametrize("name", AGAIN)
 def test_kernels_are_started_again(name, watched, monkeypatch):
     """With other tensors of the same shapes, at addresses known and unknown: first compiled, then recorded, then
-    replayed, or by Triton where launches are watched."""
+    replayed, or by Triton where launches are watched. A backward that sums gradients of captured tensors is not."""
     from torchflash.kernels import operands
 
     seen, held, replayed = [], [], []
@@ -122,7 +122,8 @@ def test_kernels_are_started_again(name, watched, monkeypatch):
             held += [x] if i % 2 else []  # so that some addresses change
     finally:
         chain.remove(watch)
-    assert bool(seen) == watched and replayed == [True, True, *[not watched] * 4]
+    replays = 1 if x.captures and len(x.leaves()) > 3 else 2
+    assert bool(seen) == watched and replayed == [True] * replays + [not watched] * 2 * replays
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 129, 192, 320, 1025])

@@ -291,8 +291,13 @@ def on_another_device(g: Gen) -> Any:
     return (lambda q, k, v: sc(q, k).softmax(-1) @ v), [x.to("meta") for x in g.qkv()]
 
 
+def without_mask(g: Gen) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention, g.qkv()
+
+
 # a form for every reason that a graph can give; `mismatch` and `internal` need a fault of our own
 REASONS: dict[str, str | Form] = {
+    "sdpa": Form("without_mask", without_mask),
     "no_scores": "cdist_attention",
     "no_values": "router_softmax_no_values",
     "weights_used": "weights_mean_returned",
@@ -333,6 +338,7 @@ class TestReasons(expecttest.TestCase):
         self.assertExpectedInline(
             "".join(reason(code) for code in REASONS),
             """\
+sdpa: there is no mask tensor
 no_scores: what is normalised is not a contraction of queries with keys
 no_values: the result is not contracted with values
 weights_used: the scores or weights are used by mean

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PREFIX = "torchflash."
 INNER = ("inductor", "aot_eager", "eager")
+SDPA = ("masked", "all", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Options:
     strict: raise if a softmax was left alone, listing each with its reason, instead of reporting it.
     allow: skip codes that `strict` accepts, separated by commas (a mixture-of-experts router is "no_scores").
     inner: what compiles the rest: "inductor", or "aot_eager" / "eager" for quick tests and debugging.
+    sdpa: which calls of scaled_dot_product_attention become ours: "masked", those with a mask tensor and more than one
+    query on CUDA, where torch's kernels read all of the mask; "all"; or "none".
     min_seqlen: below this length attention runs unfused, from it on fused; None: as measured on this kind of device.
     autotune: time the tile sizes of each kernel when it first runs, and keep the fastest.
     BLOCK_M, BLOCK_N, num_warps, num_stages: of the kernels; a number for all, or {"forward": 64, …} with the kernels
@@ -44,6 +47,7 @@ class Options:
     strict: bool = False
     allow: str = ""
     inner: str = "inductor"
+    sdpa: str = "masked"
     min_seqlen: int | None = None
     autotune: bool = False
     BLOCK_M: int | Mapping[str, int] | None = None
@@ -64,6 +68,9 @@ class Options:
             _check_type("dump", self.dump, str)
         if self.inner not in INNER:
             raise ValueError(f"option 'torchflash.inner' is {self.inner!r}; known: {', '.join(INNER)}")
+        _check_type("sdpa", self.sdpa, str)
+        if self.sdpa not in SDPA:
+            raise ValueError(f"option 'torchflash.sdpa' is {self.sdpa!r}; known: {', '.join(SDPA)}")
         for code in self.allowed:
             if code not in SKIP_CODES:
                 raise ValueError(f"unknown skip code {code!r} in 'torchflash.allow'; known: {_listed(SKIP_CODES)}")
@@ -76,7 +83,7 @@ class Options:
 
     def cache_key(self) -> str:
         """What of the options changes the code that comes out; the others only change what is said about it."""
-        return f"inner={self.inner},tuning={self.tuning().write()}"
+        return f"inner={self.inner},sdpa={self.sdpa},tuning={self.tuning().write()}"
 
     def tuning(self) -> Tuning:
         """What of the options travels with each rewritten attention."""

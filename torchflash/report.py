@@ -18,6 +18,7 @@ import torch
 
 # code -> what it means and what the user can do about it
 SKIP_CODES: dict[str, str] = {
+    "sdpa": "torch's own kernels run this call of scaled_dot_product_attention; 'torchflash.sdpa' says which are ours",
     "no_scores": "what is normalised is not a contraction of queries with keys; nothing to do if it is not attention",
     "no_values": "the probabilities are not contracted with values; nothing to do if it is not attention",
     "weights_used": "the scores or probabilities are used elsewhere, so they must exist; do not return or log them",

@@ -1,0 +1,192 @@
+"""Calls of scaled_dot_product_attention: which become ours, what they give, and that the others stay calls."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchflash.backend import torchflash
+
+INF = float("inf")
+
+
+def operands(*, q=(2, 4, 40, 16), k=(2, 4, 48, 16), dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in (q, k, k)]
+
+
+def kept(*shape):
+    """A mask with queries that keep nothing."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5
+    mask[..., 3, :] = False
+    return mask
+
+
+def added(*shape):
+    return torch.where(kept(*shape), torch.randn(shape), -INF)
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    settings = {"torchflash.inner": "aot_eager", "torchflash.sdpa": "all", **options}
+    return torch.compile(function, backend="torchflash", options=settings)
+
+
+def counts():
+    return torchflash.report.counts()
+
+
+def check(function, leaves, *rest, rewritten=1, **options):
+    """Values and gradients are those of torch's math kernel, which gives 0 for a query without keys."""
+    run = compiled(function, **options)
+    out = run(*leaves, *rest)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = function(*leaves, *rest)
+    assert counts().get("rewritten", 0) == rewritten, torchflash.report
+    assert out.dtype == exact.dtype and out.shape == exact.shape
+    do = torch.randn_like(exact)
+    torch.testing.assert_close(out, exact, atol=2e-5, rtol=2e-5)
+    for a, b in zip(torch.autograd.grad(out, leaves, do), torch.autograd.grad(exact, leaves, do), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=5e-5)
+
+
+MASKS = {
+    "bool": kept(2, 4, 40, 48), "shared": kept(40, 48), "padding": kept(2, 1, 1, 48, 48)[:, :, 0, 4:5],
+    "no key at all": torch.zeros(2, 1, 1, 48, dtype=torch.bool), "added": added(2, 1, 40, 48),
+    "lowest": torch.zeros(2, 1, 40, 48).masked_fill(~kept(2, 1, 40, 48), torch.finfo(torch.float32).min),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    check(F.scaled_dot_product_attention, operands(), MASKS[name])
+
+
+def test_arguments():
+    check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), operands())
+    check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), operands())
+    check(
+        lambda q, k, v, m: F.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=m, enable_gqa=True),
+        operands(k=(2, 2, 48, 16)),
+        kept(2, 1, 40, 48),
+    )
+    check(F.scaled_dot_product_attention, operands(q=(4, 40, 16), k=(4, 48, 16)), kept(4, 40, 48))
+
+
+def test_a_bias_gets_its_gradient():
+    q, k, v = operands()
+    bias = torch.randn(4, 40, 48, requires_grad=True)
+    check(F.scaled_dot_product_attention, [q, k, v, bias])
+
+
+def test_half_precision():
+    q, k, v = operands(dtype=torch.bfloat16)
+    mask = kept(2, 1, 40, 48)
+    out = compiled(F.scaled_dot_product_attention)(q, k, v, mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
+    assert counts()["rewritten"] == 1 and out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+def test_dropout_keeps_what_it_says():
+    q, k, _ = operands()
+    v = torch.eye(48).expand(2, 4, 48, 48)
+    out = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25))(q, k, v)
+    weights = F.scaled_dot_product_attention(q, k, v)
+    kept = out != 0
+    torch.testing.assert_close(out[kept], weights[kept] / 0.75)
+    assert counts()["rewritten"] == 1 and abs(kept.float().mean() - 0.75) < 0.03
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x, mask=None, p=0.0):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, mask, p).transpose(1, 2).flatten(2)
+
+
+def calls_left(function, *args, **options):
+    """How many calls the graph holds that goes to what compiles the rest."""
+    found = []
+    inner = torch._dynamo.lookup_backend("eager")
+
+    def look(gm, inputs):
+        found.extend(n for n in gm.graph.nodes if "scaled_dot_product" in str(n.target))
+        found.extend(n for n in gm.graph.nodes if "softmax" in str(n.target))
+        return inner(gm, inputs)
+
+    torch._dynamo.reset()
+    from torchflash import backend
+    from torchflash.options import Options
+
+    def through(gm, inputs):
+        backend.rewrite_and_report(gm, Options(**options), 0)
+        return look(gm, inputs)
+
+    out = torch.compile(function, backend=through)(*args)
+    assert torch.equal(out, function(*args))
+    return [str(n.target) for n in found]
+
+
+@pytest.mark.parametrize(
+    ("options", "mask"), [({}, None), ({}, kept(40, 40)), ({"sdpa": "none"}, kept(40, 40))], ids=["", "cpu", "none"]
+)
+def test_other_calls_stay(options, mask):
+    (left,) = calls_left(Layer().eval(), torch.randn(2, 40, 32), mask, **options)
+    assert "scaled_dot_product_attention" in left
+
+
+def test_a_call_that_is_no_attention_for_us_is_closed_again():
+    """float64 is none: the graph is as it was."""
+    layer, x = Layer().double(), torch.randn(2, 40, 32, dtype=torch.float64)
+    (left,) = calls_left(layer, x, kept(40, 40), sdpa="all")
+    assert "scaled_dot_product_attention" in left
+
+
+def test_the_report_says_why():
+    run = compiled(Layer(), **{"torchflash.sdpa": "masked", "torchflash.strict": True})
+    run(torch.randn(2, 40, 32))
+    (record,) = torchflash.report
+    assert record.code == "sdpa" and "no mask tensor" in record.reason and "test_sdpa.py" in record.source
+    run = compiled(Layer().double())
+    run(torch.randn(2, 40, 32, dtype=torch.float64), kept(40, 40))
+    (record,) = torchflash.report
+    assert record.code == "sdpa" and record.reason.startswith("dtype")
+
+
+def test_several_calls_in_one_graph():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Layer(), Layer()
+
+        def forward(self, x, mask):
+            return self.b(self.a(x, mask) + x, mask)
+
+    x = torch.randn(2, 40, 32, requires_grad=True)
+    check(Two(), [x], kept(2, 1, 40, 40), rewritten=2)
+
+
+def test_a_mask_written_afterwards():
+    def write(q, k, v, mask):
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        mask.fill_(False)
+        return out
+
+    q, k, v = operands()
+    mask = kept(2, 1, 40, 48)
+    exact = F.scaled_dot_product_attention(q, k, v, mask)
+    given = mask.clone()
+    torch.testing.assert_close(compiled(write)(q, k, v, given), exact)
+    assert not given.any()
+
+
+@pytest.mark.parametrize("which", ["tensor", 3])
+def test_an_unknown_kind_is_an_error(which):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"torchflash\.sdpa"):
+        compiled(F.scaled_dot_product_attention, **{"torchflash.sdpa": which})(*operands())
