@@ -16,7 +16,7 @@ FULL = Rewritten(
     source="models/llama.py:12",
     node="attn",
     score="where((n <= m) & t0[b, n], 0.125 * s, -inf)",
-    keep="n <= m & t0[b, n]",
+    keep="(n <= m) & t0[b, n]",
     post="p * t1[h]",
     dropout_p=0.1,
     q=(2, 8, 64, 32),
@@ -46,9 +46,10 @@ class TestText(expecttest.TestCase):
             str(FULL),
             """\
 rewritten  model.layers.0.self_attn (models/llama.py:12)
-           q [2, 8, 64, 32], k [2, 2, 64, 32], v [2, 2, 64, 48], bfloat16, heads 8 over 2, dropout 0.1, saves 256.0 KiB
+           causal + key padding, weights times a tensor by head, GQA 4:1, dropout 0.1
+           q [2, 8, 64, 32], k [2, 2, 64, 32], v [2, 2, 64, 48], bfloat16, heads 8 over 2, saves 256.0 KiB
            score  where((n <= m) & t0[b, n], 0.125 * s, -inf)
-           keep   n <= m & t0[b, n]
+           keep   (n <= m) & t0[b, n]
            post   p * t1[h]
            note   the row maximum that was subtracted cancels""",
         )
@@ -58,6 +59,7 @@ rewritten  model.layers.0.self_attn (models/llama.py:12)
             str(PLAIN),
             """\
 rewritten  softmax
+           full attention
            q [1, 4, s0, 32], k [1, 4, s0, 32], v [1, 4, s0, 32], float32
            score  0.125 * s""",
         )
@@ -76,6 +78,7 @@ skipped    layers.1 (model.py:40) weights_used: the probabilities are returned [
             """\
 torchflash: 1 rewritten, 0 skipped in 1 graph
 rewritten  softmax
+           full attention
            q [1, 4, s0, 32], k [1, 4, s0, 32], v [1, 4, s0, 32], float32
            score  0.125 * s
 graph break  call to print (model.py:7)""",

@@ -16,6 +16,9 @@ from typing import Any, overload
 
 import torch
 
+from torchflash.score import ScoreError
+from torchflash.words import in_words
+
 # code -> what it means and what the user can do about it
 SKIP_CODES: dict[str, str] = {
     "sdpa": "torch's own kernels run this call of scaled_dot_product_attention; 'torchflash.sdpa' says which are ours",
@@ -95,15 +98,30 @@ class Rewritten(Record):
             return h
         return f"{h} over {hk}" if hk == hv else f"{h} over {hk}/{hv}"
 
+    @property
+    def what(self) -> str:
+        """The programs in words: "causal + key padding, softcap 50, GQA 4:1"; "" where they are no programs."""
+        try:
+            words = [in_words(self.score, self.keep, self.post)]
+        except ScoreError:
+            return ""
+        heads = [shape[1] for shape in (self.q, self.k) if len(shape) == 4]
+        if len(heads) == 2 and heads[0] != heads[1]:
+            whole = all(isinstance(h, int) for h in heads)
+            ratio = f" {heads[0] // heads[1]}:1" if whole else ""  # type: ignore[operator]
+            words.append("MQA" if heads[1] == 1 else f"GQA{ratio}")
+        words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
+        return ", ".join(words)
+
     def __str__(self) -> str:
         shapes = {"q": self.q, "k": self.k, "v": self.v}
         facts = [f"{name} {_shape(shape)}" for name, shape in shapes.items() if shape]
         facts += [self.dtype] if self.dtype else []
         facts += [f"heads {self.heads}"] if " over " in self.heads else []
-        facts += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         facts += [f"saves {_bytes(self.bytes_saved)}"] if self.bytes_saved is not None else []
         rows = [f"rewritten  {self.where}"]
         rows += [", ".join(facts)] if facts else []
+        rows[1:1] = [self.what] if self.what else []
         rows += [f"score  {self.score}"]
         rows += [f"keep   {self.keep}"] if self.keep else []
         rows += [f"post   {self.post}"] if self.post != "p" else []
