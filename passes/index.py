@@ -11,6 +11,7 @@ remainders fold where the ranges of the axes decide them, so that reshaping ther
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -45,8 +46,8 @@ def size_of(value: Any) -> Index:
 def exact_quotients(e: Index) -> Index:
     """2 * s * s // s is 2 * s."""
     for x in e.atoms(FloorDiv):
-        quotient = sympy.cancel(x.args[0] / x.args[1])
-        if sympy.denom(quotient) == 1:
+        quotient = sympy.expand(sympy.cancel(x.args[0] / x.args[1]))
+        if all(sympy.denom(term) == 1 for term in sympy.Add.make_args(quotient)):
             e = e.subs(x, quotient)
     return e
 
@@ -75,6 +76,28 @@ def at(size: Index, i: Index) -> Index:
 
 def is_axis(e: Index) -> bool:
     return e in _SIZES
+
+
+def affine(e: Index) -> tuple[Index, Index, Index]:
+    """(start, step, along) such that `e` is start + step * along, with an `along` of coefficient 1 or, of a constant,
+    0."""
+    terms = sympy.Add.make_args(sympy.expand(e))
+    moving = [t for t in terms if any(x in _SIZES or x in _OPAQUE for x in t.free_symbols)]
+    start = sympy.expand(e - sum(moving))
+    if not moving:
+        return start, ONE, ZERO
+    step, along = moving[0].as_coeff_Mul() if len(moving) == 1 else (ONE, sum(moving))
+    return start, step, along
+
+
+def extent(e: Index) -> Index | None:
+    """How many values an axis, or axis // group in whole groups, takes from 0 on; None of another index."""
+    if e in _SIZES:
+        return _SIZES[e]
+    if isinstance(e, FloorDiv) and e.args[0] in _SIZES:
+        groups, rest = divmod_index(_SIZES[e.args[0]], e.args[1])
+        return groups if rest == 0 else None
+    return None
 
 
 def axes(e: Index) -> frozenset[Index]:
@@ -182,7 +205,20 @@ def divmod_index(e: Index, d: Index) -> tuple[Index, Index]:
     high = bounds(rest)[1]
     if nonnegative(rest) and high is not None and nonnegative(sympy.expand(d - 1 - high)):
         return quotient, rest
+    constant = rest.as_coeff_Add()[0]
+    common = functools.reduce(math.gcd, (_coefficient(t) for t in sympy.Add.make_args(rest - constant)), _coefficient(d))
+    if common > 1 and constant.is_Integer:
+        # (2 x + 1) // 4 is x // 2
+        left = constant % common
+        outer, inner = divmod_index(sympy.expand((rest - left) / common), d / common)
+        return quotient + outer, sympy.expand(common * inner + left)
     return quotient + FloorDiv(rest, d), PythonMod(rest, d)
+
+
+def _coefficient(e: Index) -> int:
+    """Of a product; 1 where it is a fraction, which no integer divides."""
+    c = e.as_coeff_Mul()[0]
+    return int(c) if c.is_Integer else 1
 
 
 @functools.lru_cache(maxsize=65536)
