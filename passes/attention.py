@@ -303,14 +303,15 @@ def _queries_and_keys(c: Contraction, n: Index) -> tuple[Operand, Operand] | Non
 
 def _plainest(r: Reader, o: Operand, n: Index) -> Operand:
     """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis
-    or a constant. Where it has not all of the keys `n`, it has no others before the views either."""
+    or a constant; a slice of it where no view is. Where it has not all of the keys `n`, it has no others before the
+    views either."""
     best = o.padded(n) or o
     pads = [p[1:] for p in best.pads]
-    for step in peel_steps(r, o):
-        padded = step.padded(n)
-        if padded is not None and [p[1:] for p in padded.pads] == pads and _whole(padded):
-            best = padded
-    return best
+    steps = [p for s in peel_steps(r, o) if (p := s.padded(n)) is not None and [x[1:] for x in p.pads] == pads]
+    if whole := [p for p in steps if _whole(p)]:
+        return whole[-1]
+    sliced = [s for p in steps if (s := p.sliced()) is not None and _whole(s)]
+    return sliced[-1] if sliced else best
 
 
 def _split_of(o: Operand, dims: tuple[tuple[Index, ...], ...]) -> _Split | None:

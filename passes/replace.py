@@ -272,6 +272,8 @@ def _operand(
     node, index = o.node, list(o.index)
     t = tensor(node)
     assert t is not None
+    if o.parts:
+        node = out.call(operator.getitem, node, _slices(out, o))
     if t.dtype != dtype:
         node = out.method("to", node, dtype)
     for d, before, behind in o.pads:
@@ -315,6 +317,13 @@ def _operand(
                 node = out.method("unsqueeze", node, position)
         node = out.method("expand", node, _shape_argument(out, [s for here in sizes for s in here]))
     return _fold(out, node, sizes)
+
+
+def _slices(out: Emitter, o: Operand) -> tuple[slice, ...]:
+    key = [slice(None)] * len(o.index)
+    for d, start, step, length in o.parts:
+        key[d] = slice(_size(out, start), _size(out, ix.sympy.expand(start + step * (length - 1) + 1)), int(step))
+    return tuple(key)
 
 
 def _fold(out: Emitter, node: Node, sizes: Sequence[Sequence[Index]]) -> Node:

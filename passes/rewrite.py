@@ -23,6 +23,7 @@ from torchflash.passes.composites import open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
+from torchflash.passes.lookups import SPLITS
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
@@ -85,7 +86,7 @@ def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
         name = operation(node)
         if name in ANCHORS | EXPONENTIALS:
             found.add(node)
-        elif name in HANDLERS and name not in CONTRACTIONS:
+        elif (name in HANDLERS or name in SPLITS) and name not in CONTRACTIONS:
             args, kwargs = r.arguments(node)
             if any(isinstance(a, Node) and a in found for a in torch.utils._pytree.tree_leaves((args, kwargs))):
                 found.add(node)

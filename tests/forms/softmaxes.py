@@ -635,6 +635,35 @@ def differential_lambda_and_gate(g):
     return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.H, 1, 1), g.r(g.H, g.S, 1), mask)
 
 
+@form(blocks=2)
+def differential_halves_of_heads(g):
+    def fn(q, k, v, w):
+        a, b = sc(q, k).softmax(-1).chunk(2, 1)
+        return (a - w.exp() * b) @ v
+
+    return fn, (*g.qkv()[:2], g.r(g.B, g.H // 2, g.S, 6), g.r(g.H // 2, 1, 1))
+
+
+@form(blocks=2)
+def differential_unbind(g):
+    def fn(q, k, v, w):
+        a, b = sc(q, k).softmax(-1).unflatten(1, (2, g.H // 2)).unbind(1)
+        return (a - w * b) @ v
+
+    return fn, (*g.qkv()[:2], g.r(g.B, g.H // 2, g.S, 6), g.r(g.H // 2, 1, 1))
+
+
+@form(blocks=2)
+def differential_pairs_of_grouped_heads(g):
+    def fn(q, k, v, w, m):
+        s = sc(q, k.repeat_interleave(4, 1)).masked_fill(~m, NEG)
+        p = s.softmax(-1).view(g.B, 4, 2, g.S, g.S)
+        return (p[:, :, 0] - w.exp() * p[:, :, 1]) @ v.repeat_interleave(4, 1)
+
+    mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
+    return fn, (g.r(g.B, 8, g.S, g.D), g.r(g.B, 2, g.S, g.D), g.r(g.B, 1, g.S, 6), g.r(4, 1, 1), mask)
+
+
 @form()
 def convit_gated_positions(g):
     def fn(q, k, v, positions, gate):
@@ -758,14 +787,54 @@ def weights_sliced_keys(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[..., :5] @ v[:, :, :5]), g.qkv()
 
 
-@form(skip="*")
+@form()
 def weights_sliced_queries(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[:, :, 2:5] @ v), g.qkv()
 
 
-@form(skip="*")
+@form()
 def weights_sliced_heads(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[:, 1:3] @ v[:, 1:3]), g.qkv()
+
+
+@form()
+def weights_every_other_query(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1)[:, :, 1::2] @ v), g.qkv()
+
+
+@form()
+def weights_of_one_head(g):
+    return (lambda q, k, v, b: (sc(q, k) + b).softmax(-1)[:, 2] @ v[:, 0]), (*g.qkv(), g.r(g.H, g.S, g.S))
+
+
+@form(blocks=2)
+def weights_split_by_heads(g):
+    def fn(q, k, v):
+        a, b = sc(q, k).softmax(-1).split([1, g.H - 1], 1)
+        return torch.cat([a @ v[:, :1], b @ v[:, 1:]], 1)
+
+    return fn, g.qkv()
+
+
+@form(blocks=2)
+def weights_split_by_queries(g):
+    def fn(q, k, v):
+        a, b = torch.split(sc(q, k).softmax(-1), [5, g.S - 5], dim=2)
+        return torch.cat([b @ v, a @ v], 2)
+
+    return fn, g.qkv()
+
+
+@form(skip="*")
+def weights_split_then_written(g):
+    def fn(q, k, v):
+        p = sc(q, k).softmax(-1) * 2
+        a, b = p.chunk(2, 1)
+        p.mul_(b.new_tensor([[[3.0]], [[1.0]]]).repeat_interleave(g.H // 2, 0))
+        return (a - b) @ v
+
+    # torch refuses to differentiate this
+    return fn, (*(x.detach() for x in g.qkv()[:2]), g.r(g.B, g.H // 2, g.S, g.D, grad=False))
 
 
 @form(skip="*")
