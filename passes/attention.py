@@ -25,8 +25,9 @@ from torchflash.passes.graph import operation, tensor
 from torchflash.passes.index import Index
 from torchflash.passes.reader import Dot, Indices, Reader
 from torchflash.passes.softmax import Failure, Weights, find_softmaxes
+from torchflash.passes.sums import Product, summed
 from torchflash.passes.views import VIEWS, peel_steps
-from torchflash.score import Expr, build, name
+from torchflash.score import Expr, build, const, name
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
@@ -35,28 +36,25 @@ CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
 @dataclass(frozen=True)
 class Roles:
     """What the axes of a block are. `batch`, `heads`, `queries`, `columns` (of v) are axes of the root, in the order
-    in which they fold; `heads` may end in axes that k or v lack. `keys` and `depth` are the contracted ones."""
+    in which they fold; `heads` may end in axes that k or v lack. `keys` are contracted."""
 
     batch: tuple[Index, ...]
     heads: tuple[Index, ...]
     queries: tuple[Index, ...]
     columns: tuple[Index, ...]
     keys: Index
-    depth: tuple[Index, ...]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `first`
-    the contraction of queries and keys; `scores` and `post` are expressions over the axes in `roles`, with `s` for
-    the raw product and loads named after nodes."""
+    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `scores`
+    and `post` are expressions over the axes in `roles`, with `s` for the sum of the `products` of queries and keys,
+    mostly one, and loads named after nodes."""
 
     root: Node
     dims: tuple[tuple[Index, ...], ...]
-    first: Node
     softmax: Node
-    q: Operand
-    k: Operand
+    products: tuple[Product, ...]
     v: Operand
     qk_dtype: torch.dtype
     v_dtype: torch.dtype
@@ -172,8 +170,15 @@ def _values(v: Operand, n: Index, weights: Weights) -> Operand:
 
 
 def _block(
-    r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], second: Contraction, v: Operand, weights: Weights
+    r: Reader,
+    root: Node,
+    dims: tuple[tuple[Index, ...], ...],
+    second: Contraction,
+    v: Operand,
+    weights: Weights,
+    sums: bool = True,
 ) -> Attention | Failure | _Split:
+    """The block with these weights; with `sums`, of products that the scores add."""
     n = weights.keys
     leaves = [x for x in score.topological(weights.scores) if x.op in ("dot", "reduce", "softmax")]
     for leaf in leaves:
@@ -196,15 +201,19 @@ def _block(
         proper, key=lambda x: (any(_needs_gradient(o) for o in sides[x]), len(products[x].summed), _extent(products[x]))
     )
     q, k = sides[main]
+    rows = q.axes() - k.axes() - values
+    beside_main = [x for x in proper if products[x].dtype == products[main].dtype and not rows & sides[x][1].axes()]
+    depths = {x: products[x].summed for x in beside_main if sums or x is main}
+    whole, scales = summed(weights.scores, main, depths)
     beside = Beside(r, q, k, v, n)
     loaded: dict[Expr, Expr] = {}
     for x in leaves:
-        if x is not main:
+        if x not in scales:
             bias = beside.load(x, products.get(x))
             if isinstance(bias, Failure):
                 return bias
             loaded.update(bias)
-    scores = score.substitute(weights.scores, {main: name("s"), **loaded}, build)
+    scores = score.substitute(whole, {main: name("s"), **loaded}, build)
     if r.depends(scores):
         return Failure(
             "several_contractions", "a contraction that the scores add cannot be told apart", weights.softmax
@@ -216,22 +225,24 @@ def _block(
     device = tensor(root).device.type  # type: ignore[union-attr]
     if device not in ("cpu", "cuda"):
         return Failure("device", f"runs on {device}", root)
-    q, k, v = (_plainest(r, o, n) for o in (q, k, v))
-    for o in (q, k, v):
+    last = _plainest(r, v, n)
+    pairs = {x: [_plainest(r, o, n) for o in sides[x]] for x in scales}
+    factors = tuple(
+        Product(pairs[x][0], pairs[x][1], products[x].summed, scale, products[x].node) for x, scale in scales.items()
+    )
+    for o in (*(o for pair in pairs.values() for o in pair), last):
         if not _whole(o) and (split := _split_of(o, dims)) is not None:
             return split
     axes = tuple(a for d in dims for a in d)
-    roles = _roles(axes, n, first.summed, q, k, v, ix.expr_axes(scores) | ix.expr_axes(weights.post))
+    roles = _roles(axes, n, factors, last, ix.expr_axes(scores) | ix.expr_axes(weights.post))
     if isinstance(roles, Failure):
-        return roles
+        return roles if len(factors) == 1 else _block(r, root, dims, second, v, weights, sums=False)
     return Attention(
         root,
         dims,
-        first.node,
         weights.softmax,
-        q,
-        k,
-        v,
+        factors,
+        last,
         first.dtype,
         second.dtype,
         roles,
@@ -246,7 +257,7 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
         return None
     roles = blocks[0].roles
     weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
-    factor = score.substitute(w.post, {name("p"): score.const(1.0)}, build)
+    factor = score.substitute(w.post, {name("p"): const(1.0)}, build)
     groups = (roles.batch, roles.heads, roles.queries)
     if (
         r.depends(w.scores)
@@ -355,32 +366,36 @@ def _group(i: Index) -> tuple[Index, Index] | None:
 
 
 def _roles(
-    index: Indices, n: Index, depth: Sequence[Index], q: Operand, k: Operand, v: Operand, scored: frozenset[Index]
+    index: Indices, n: Index, products: Sequence[Product], v: Operand, scored: frozenset[Index]
 ) -> Roles | Failure:
     def layout(reason: str, o: Operand | None = None) -> Failure:
         return Failure("layout", reason, o.node if o is not None else None)
 
-    has_q, has_k, has_v = q.axes(), k.axes(), v.axes()
-    for o, wanted in ((q, tuple(depth)), (k, (n, *depth)), (v, (n,))):
+    has_q: frozenset[Index] = frozenset().union(*(p.q.axes() for p in products))
+    has_k: frozenset[Index] = frozenset().union(*(p.k.axes() for p in products))
+    has_v = v.axes()
+    wants = [x for p in products for x in ((p.q, p.depth), (p.k, (n, *p.depth)))]
+    for o, wanted in (*wants, (v, (n,))):
         if not _whole(o) or not all(w in o.index for w in wanted):
             return layout("an operand is not indexed by whole axes", o)
     columns = tuple(a for a in index if a in v.index and a not in has_q and a not in has_k and a not in scored)
-    queries = tuple(a for a in index if a in q.index and a not in has_k and a not in has_v)
+    queries = tuple(a for a in index if a in has_q and a not in has_k and a not in has_v)
     if not columns:
         return layout("the values have no column of their own", v)
     rest = [a for a in index if a not in columns and a not in queries]
     if any(a in has_k and a not in has_q and a not in has_v for a in rest):
-        return Failure("no_scores", "the keys depend on the query", k.node)
-    if any(_group(i) for i in q.index):
-        return layout("the queries are grouped", q)
-    grouped = {g[0] for o in (k, v) for i in o.index if (g := _group(i)) is not None}
+        return Failure("no_scores", "the keys depend on the query", products[0].k.node)
+    for p in products:
+        if any(_group(i) for i in p.q.index):
+            return layout("the queries are grouped", p.q)
+    grouped = {g[0] for o in (*(p.k for p in products), v) for i in o.index if (g := _group(i)) is not None}
     if len(grouped) > 1 or any(g not in rest for g in grouped):
-        return layout("keys and values are grouped along several axes", k)
+        return layout("keys and values are grouped along several axes", products[0].k)
     # axes that k or v lack go last; both must lack a suffix of the heads, or be expanded
     lacking = [[a for a in rest if a not in has] for has in (has_k, has_v)]
     if grouped:
         (head,) = grouped
-        return Roles(tuple(a for a in rest if a is not head), (head,), queries, columns, n, tuple(depth))
+        return Roles(tuple(a for a in rest if a is not head), (head,), queries, columns, n)
     both = [a for a in rest if a in lacking[0] and a in lacking[1]]
     one = [a for a in rest if (a in lacking[0]) != (a in lacking[1])]
     full = [a for a in rest if a in has_k and a in has_v]
@@ -390,5 +405,5 @@ def _roles(
     if tail:
         # an axis that all three have may lead the heads, so that it need not be expanded
         lead = full[-1:]
-        return Roles(tuple(full[:-1]), tuple(lead + tail), queries, columns, n, tuple(depth))
-    return Roles(tuple(full[:-1]), tuple(full[-1:]), queries, columns, n, tuple(depth))
+        return Roles(tuple(full[:-1]), tuple(lead + tail), queries, columns, n)
+    return Roles(tuple(full[:-1]), tuple(full[-1:]), queries, columns, n)

@@ -206,7 +206,8 @@ def divmod_index(e: Index, d: Index) -> tuple[Index, Index]:
     if nonnegative(rest) and high is not None and nonnegative(sympy.expand(d - 1 - high)):
         return quotient, rest
     constant = rest.as_coeff_Add()[0]
-    common = functools.reduce(math.gcd, (_coefficient(t) for t in sympy.Add.make_args(rest - constant)), _coefficient(d))
+    terms = sympy.Add.make_args(rest - constant)
+    common = functools.reduce(math.gcd, map(_coefficient, terms), _coefficient(d))
     if common > 1 and constant.is_Integer:
         # (2 x + 1) // 4 is x // 2
         left = constant % common

@@ -250,7 +250,7 @@ def _graph(r: Reader, root: Node, inputs: tuple[Node, ...], kept: _Block, dropou
 def _roles(block: Attention, programs: Programs) -> dict[Node, list[str]]:
     """What each input is called in the report: q, k, v, t0 …; one tensor may be several."""
     found: dict[Node, list[str]] = {}
-    for name, o in (("q", block.q), ("k", block.k), ("v", block.v)):
+    for name, o in (*(x for p in block.products for x in (("q", p.q), ("k", p.k))), ("v", block.v)):
         found.setdefault(o.node, []).append(name)
     for i, c in enumerate(programs.captures):
         if isinstance(c, Node):

@@ -154,8 +154,7 @@ def _emit(
     """The operator, and its result in place of the block's; in `dtype`, if one is given."""
     roles = block.roles
     qk_dtype, v_dtype = dtype or block.qk_dtype, dtype or block.v_dtype
-    q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), qk_dtype, expand=True)
-    k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), qk_dtype)
+    q, k = _queries(out, block, qk_dtype), _keys(out, block, qk_dtype)
     v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), v_dtype)
     if not programs.differentiates_scores:  # no gradient reaches the queries and keys, and none is written for them
         q, k = (out.method("detach", x) for x in (q, k))
@@ -259,6 +258,26 @@ def _symbol(out: Emitter, symbol: Index) -> Node:
                 if isinstance(s, torch.SymInt) and ix.size_of(s) == symbol:
                     return out.call(torch.ops.aten.sym_size.int, node, d)
     raise ValueError(f"no tensor of the graph has the size {symbol}")
+
+
+def _queries(out: Emitter, block: Attention, dtype: torch.dtype) -> Node:
+    """The queries of all products side by side, each with the scale of its product."""
+    roles, parts = block.roles, []
+    for p in block.products:
+        q = _operand(out, p.q, (roles.batch, roles.heads, roles.queries, p.depth), dtype, expand=True)
+        parts.append(q if p.scale == 1 else out.call(operator.mul, q, p.scale))
+    return parts[0] if len(parts) == 1 else out.call(torch.cat, parts, -1)
+
+
+def _keys(out: Emitter, block: Attention, dtype: torch.dtype) -> Node:
+    """The keys of all products side by side; of each head, unless all lack the same heads."""
+    roles = block.roles
+    heads = {frozenset(i for i in p.k.index if ix.axes(i) & {*roles.heads}) for p in block.products}
+    parts = [
+        _operand(out, p.k, (roles.batch, roles.heads, (roles.keys,), p.depth), dtype, expand=len(heads) > 1)
+        for p in block.products
+    ]
+    return parts[0] if len(parts) == 1 else out.call(torch.cat, parts, -1)
 
 
 def _operand(

@@ -182,10 +182,10 @@ def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> li
 
 
 def _chain(r: Reader, block: Attention) -> frozenset[Node]:
-    """What lies between the two contractions, the first included: the nodes that hold scores or weights."""
-    after: set[Node] = {block.first}
+    """What lies between the contractions, the first ones included: the nodes that hold scores or weights."""
+    after: set[Node] = {p.node for p in block.products}
     order = r.versions.order
-    for node in r.versions.nodes[order[block.first] + 1 : order[block.root]]:
+    for node in r.versions.nodes[min(map(order.__getitem__, after)) + 1 : order[block.root]]:
         args, kwargs = r.arguments(node)
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
         if any(isinstance(a, Node) and a in after for a in flat):
@@ -297,7 +297,8 @@ def _reads(r: Reader, g: Given) -> list[tuple[Node, int]]:
 
 
 def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
-    return [(o.node, r.versions.order[o.user]) for o in (block.q, block.k, block.v)]
+    operands = (*(o for p in block.products for o in (p.q, p.k)), block.v)
+    return [(o.node, r.versions.order[o.user]) for o in operands]
 
 
 def _effects(r: Reader, n: Node) -> bool:

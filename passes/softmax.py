@@ -162,8 +162,16 @@ def _weights(
 ) -> Weights | Failure:
     """`post` is the weights as a function of p, which is the softmax `where` of `scores`."""
     keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
-    if r.depends(post):
-        return Failure("nonlinear_weights", "the scores are used again after the softmax", consumer)
+    post = _gates_loaded(r, post, n)
+    if others := [x for x in score.topological(post) if x.op in ("dot", "reduce", "softmax")]:
+        own = {x.value.node for x in score.topological(scores) if x.op == "dot"}
+        gate = next((x.value.node for x in others if x.op == "dot" and x.value.node not in own), None)
+        reason = (
+            "the scores are used again after the softmax"
+            if gate is None
+            else f"the weights depend on a contraction for each query and key beside the scores ({gate.name})"
+        )
+        return Failure("nonlinear_weights", reason, gate or consumer)
     dropouts = [x for x in score.topological(post) if x.op == "dropout"]
     if len(dropouts) > 1:
         return Failure("nonlinear_weights", "two dropouts follow the softmax", consumer)
@@ -179,6 +187,14 @@ def _weights(
             post = build("where", _within(keys, start, ix.axis_size(n)), post, const(0.0))
     scores = strip_row_constants(r, scores, keys)
     return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node, keys, start, where)
+
+
+def _gates_loaded(r: Reader, post: Expr, n: ix.Index) -> Expr:
+    """`post` with loads for the contractions in it that are the same for all keys, such as a gate made from the
+    queries."""
+    gates = [x.value for x in score.topological(post) if x.op == "dot" and n not in ix.expr_axes(x)]
+    loads = {r.read(d.node, d.index): r.load(d.node, d.index) for d in gates}
+    return score.substitute(post, loads, build) if loads else post
 
 
 def _extent(s: Softmax, n: ix.Index) -> tuple[ix.Index, ix.Index]:
@@ -306,8 +322,8 @@ def _log(e: Expr) -> Expr | None:
 
 def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
     """exp(x - logsumexp(x)), the logarithm in one call or of a sum of exponentials."""
-    terms = _terms(exponent)
-    for term, count in terms.items():
+    summands = terms(exponent)
+    for term, count in summands.items():
         if count != -1:
             continue
         inner = term
@@ -327,9 +343,9 @@ def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tupl
             if (logarithm := _log(body)) is None:
                 continue
             body = logarithm
-        rest = terms.copy()
+        rest = summands.copy()
         del rest[term]
-        if _terms(body) == rest:
+        if terms(body) == rest:
             return body, total.user
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
     return None
@@ -347,14 +363,14 @@ def _body(r: Reader, total: Reduce, n: ix.Index) -> Expr | None:
     return r.read(total.node, inside, total.user)
 
 
-def _terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter[Expr]:
+def terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter[Expr]:
     """The summands of `e` with their multiplicity."""
     into = Counter() if into is None else into
     if e.op in ("+", "-"):
-        _terms(e.args[0], sign, into)
-        _terms(e.args[1], sign if e.op == "+" else -sign, into)
+        terms(e.args[0], sign, into)
+        terms(e.args[1], sign if e.op == "+" else -sign, into)
     elif e.op == "neg":
-        _terms(e.args[0], -sign, into)
+        terms(e.args[0], -sign, into)
     else:
         into[e] += sign
         if into[e] == 0:

@@ -486,6 +486,34 @@ def post_view_fold(g):
     ), g.qkv()
 
 
+@form()
+def post_gate_from_queries(g):
+    return (lambda q, k, v, w: (torch.sigmoid(q @ w) * sc(q, k).softmax(-1)) @ v), (*g.qkv(), g.r(g.H, g.D, 1))
+
+
+@form()
+def post_gate_of_heads_by_linear(g):
+    def fn(x, q, k, v, w, b):
+        gate = F.linear(x, w, b).tanh().transpose(1, 2).unsqueeze(-1)
+        return (sc(q, k).softmax(-1) * gate) @ v
+
+    return fn, (g.x(), *g.qkv(), g.w(g.H, g.H * g.D), g.r(g.H))
+
+
+@form()
+def post_gate_by_baddbmm(g):
+    def fn(q, k, v, a, w):
+        gate = torch.baddbmm(a, q.flatten(0, 1), w).view(g.B, g.H, g.S, 1)
+        return (gate * sc(q, k).softmax(-1)) @ v
+
+    return fn, (*g.qkv(), g.r(g.B * g.H, g.S, 1), g.r(g.B * g.H, g.D, 1))
+
+
+@form(skip="nonlinear_weights")
+def post_gate_for_each_pair(g):
+    return (lambda q, k, v, w: (torch.sigmoid(q @ w.mT) * sc(q, k).softmax(-1)) @ v), (*g.qkv(), g.qkv()[1])
+
+
 @form(skip="*")
 def post_add_matrix(g):
     return (lambda q, k, v, t: (sc(q, k).softmax(-1) + t) @ v), (*g.qkv(), g.r(g.S, g.S))
@@ -523,6 +551,64 @@ def post_renormalise_over_queries(g):
 @form(skip="*")
 def post_times_scores(g):
     return (lambda q, k, v: (lambda s: (s.softmax(-1) * s) @ v)(sc(q, k))), g.qkv()
+
+
+@form(blocks=2)
+def two_products_in_two_softmaxes(g):
+    def fn(q, k, v, a, b, w, m):
+        s, t = q @ k.mT * 0.3, a @ b.mT / 2
+        x, y = s + t, t + s
+        return x.masked_fill(~m, NEG).softmax(-1) @ v, y.masked_fill(~m, NEG).softmax(-1) @ w
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, g.S, 2) for _ in range(3)), g.keep(g.S, g.S))
+
+
+@form()
+def latent_products(g):
+    # multi-head latent attention: the rotated part of the keys is one for all heads
+    def fn(q, k, v, a, b, mask):
+        s = (torch.einsum("bshc,bthc->bsht", q, k) + torch.einsum("bshr,btr->bsht", a, b)) * 0.3
+        p = (s + mask[:, None]).softmax(dim=-1, dtype=torch.float32).type_as(q)
+        return torch.einsum("bsht,bthc->bshc", p, v)
+
+    mask = torch.full((g.S, g.S), NEG).triu(1)
+    return fn, (*g.bsd(), g.r(g.B, g.S, g.H, 4), g.r(g.B, g.S, 4), mask)
+
+
+@form()
+def latent_products_absorbed(g):
+    def fn(q, c, a, b):
+        s = (torch.einsum("bshc,btc->bsht", q, c) - torch.einsum("bshr,btr->bsht", a, b) * 0.5) * 0.3
+        return torch.einsum("bsht,btc->bshc", s.softmax(-1), c)
+
+    return fn, (g.r(g.B, g.S, g.H, 12), g.r(g.B, g.S, 12), g.r(g.B, g.S, g.H, 4), g.r(g.B, g.S, 4))
+
+
+@form()
+def three_products(g):
+    def fn(q, k, v, a, b, bias):
+        s = torch.baddbmm(bias, a.flatten(0, 1), b.flatten(0, 1).mT, alpha=0.4).view(g.B, g.H, g.S, g.S)
+        return ((q @ k.mT * 0.3 + s) - q @ b.mT * 0.3).softmax(-1) @ v
+
+    return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.B * g.H, g.S, g.S))
+
+
+@form()
+def grouped_products(g):
+    def fn(q, k, v, a, b):
+        k, v, b = (t.repeat_interleave(2, 1) for t in (k, v, b))
+        return (q @ k.mT * 0.3 + a @ b.mT).softmax(-1) @ v
+
+    return fn, (*g.qkv(hk=2), g.r(g.B, g.H, g.S, 4), g.r(g.B, 2, g.S, 4))
+
+
+@form()
+def untied_positions(g):
+    return (lambda q, k, v, a, b, bias: (q @ k.mT * 0.25 + a @ b.mT * 0.2 + bias).softmax(-1) @ v), (
+        *g.qkv(),
+        *(g.r(g.H, g.S, g.D) for _ in range(2)),
+        g.r(g.H, g.S, g.S),
+    )
 
 
 @form(skip="*")
@@ -589,7 +675,7 @@ def entropy_of_weights(g):
     return (lambda q, k, v: (lambda p: (p @ v, -(p * p.log()).sum(-1)))(sc(q, k).softmax(-1))), g.qkv()
 
 
-@form(blocks=1)
+@form(blocks=2)
 def realformer_residual_scores(g):
     def fn(q, k, v, q2, k2, v2):
         s = sc(q, k)
@@ -835,6 +921,11 @@ def weights_split_then_written(g):
 
     # torch refuses to differentiate this
     return fn, (*(x.detach() for x in g.qkv()[:2]), g.r(g.B, g.H // 2, g.S, g.D, grad=False))
+
+
+@form(skip="layout")
+def weights_of_reversed_heads(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1).flip(1) @ v), g.qkv()
 
 
 @form(skip="*")
