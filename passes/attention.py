@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.beside import Beside
 from torchflash.passes.contraction import CONTRACTIONS, Contraction, Operand, contraction
-from torchflash.passes.graph import operation, tensor
+from torchflash.passes.graph import argument, operation, tensor
 from torchflash.passes.index import Index
 from torchflash.passes.reader import Dot, Indices, Reader
 from torchflash.passes.softmax import Failure, Weights, find_softmaxes
@@ -109,7 +111,7 @@ def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
 ) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
     index = tuple(ix.fold(d) for d in dims)
-    second, denominator = _second(r, root, index)
+    second, factor = _second(r, root, index, probabilities)
     if second is None or len(second.summed) != 1:
         return None
     if operation(second.node) in ("baddbmm", "addmm"):
@@ -122,8 +124,8 @@ def _prove(
         if weights_side.node not in probabilities:
             continue
         weights = r.read(weights_side.node, weights_side.index, weights_side.user)
-        if denominator is not None:
-            weights = build("/", weights, denominator)
+        if factor is not None:
+            weights = build("/" if operation(root) == "div" else "*", weights, factor)
         if not r.depends(weights):
             continue
         found = find_softmaxes(r, weights, n, second.node)
@@ -140,27 +142,46 @@ def _prove(
     return failure
 
 
-def _second(r: Reader, root: Node, index: Indices) -> tuple[Contraction | None, Expr | None]:
-    """The contraction with the values that `root` is, or that `root` divides by a normaliser."""
+def _second(
+    r: Reader, root: Node, index: Indices, probabilities: frozenset[Node]
+) -> tuple[Contraction | None, Expr | None]:
+    """The contraction with the values that `root` is, or that `root` divides by a normaliser or multiplies with the
+    part that a sink leaves; and this divisor or factor."""
     if operation(root) in CONTRACTIONS:
         return contraction(r, Dot(root, index), "n"), None
-    args, _ = r.arguments(root)
-    numerator, divisor = args[0], args[1]
-    t = tensor(divisor)
-    if t is None or not isinstance(numerator, Node):
-        return None, None
-    node, at = numerator, ix.broadcast(ix.shape_of(tensor(numerator)), index)  # type: ignore[arg-type]
-    while operation(node) not in CONTRACTIONS:
-        args, kwargs = r.arguments(node)
-        if operation(node) in CASTS:
-            node = args[0]
-        elif (step := VIEWS.get(operation(node))) is not None:
-            node, at = step(r, node, args, kwargs, at)
+    for inner, other in factors(r, root):
+        t, result = tensor(other), tensor(inner)
+        if t is None or result is None:
+            continue
+        found = contracted(r, inner, ix.broadcast(ix.shape_of(result), index), probabilities)
+        if found is not None:
+            return contraction(r, found, "n"), r.read(other, ix.broadcast(ix.shape_of(t), index), root)
+    return None, None
+
+
+def factors(r: Reader, node: Node) -> tuple[tuple[Any, Any], ...]:
+    """(numerator, divisor) of a division, (factor, other factor) of a product both ways round."""
+    if operation(node) not in ("div", "mul"):
+        return ()
+    args, kwargs = r.arguments(node)
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    return ((a, b),) if operation(node) == "div" else ((a, b), (b, a))
+
+
+def contracted(r: Reader, x: Any, index: Indices, probabilities: frozenset[Node]) -> Dot | None:
+    """The contraction of probabilities that `x` is but for casts and views, at its own index."""
+    while isinstance(x, Node) and tensor(x) is not None:
+        args, kwargs = r.arguments(x)
+        if operation(x) in CONTRACTIONS:
+            inputs = pytree.tree_leaves((args, kwargs))
+            return Dot(x, tuple(index)) if any(isinstance(a, Node) and a in probabilities for a in inputs) else None
+        if operation(x) in CASTS:
+            x = args[0]
+        elif (step := VIEWS.get(operation(x))) is not None:
+            x, index = step(r, x, args, kwargs, index)
         else:
-            return None, None
-        if not isinstance(node, Node):
-            return None, None
-    return contraction(r, Dot(node, tuple(at)), "n"), r.read(divisor, ix.broadcast(ix.shape_of(t), index), root)
+            return None
+    return None
 
 
 def _values(v: Operand, n: Index, weights: Weights) -> Operand:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,7 +19,7 @@ from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, Given, prove
+from torchflash.passes.attention import CASTS, Attention, Given, factors, prove
 from torchflash.passes.composites import open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
@@ -101,7 +102,7 @@ def _candidates(
     proven: set[Node] = set()
     for root in gm.graph.nodes:
         inner = _second_contraction(r, root, probabilities)
-        if inner is None or (inner is not root and inner in proven):
+        if inner is None or (inner in proven and operation(root) == "div"):
             continue
         try:
             found = _candidate(r, root, probabilities)
@@ -111,7 +112,8 @@ def _candidates(
             log.exception("torchflash: internal error at %s, left alone", root.name)
             found = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", root)
         if isinstance(found, _Candidate):
-            candidates.append(found)
+            # what a sink leaves of a block is in the place of the block
+            candidates = [c for c in candidates if c.root is not inner] + [found]
             proven.add(root)
         elif found is not None:
             for anchor in _anchors_before(r, root, probabilities):
@@ -141,8 +143,8 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
 
 
 def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
-    """The contraction of probabilities with values that a block ending in `node` would have: itself, or what it
-    divides."""
+    """The contraction of probabilities with values that a block ending in `node` would have: itself, what it divides,
+    or what it multiplies with a function of logsumexp."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
         return None
@@ -151,14 +153,28 @@ def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -
     if name in CONTRACTIONS:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
         return node if any(isinstance(a, Node) and a in probabilities for a in inputs) else None
-    if name == "div" and len(args) > 1:
-        # (exp(x) @ v) / Σ exp(x)
-        inner = args[0]
+    for inner, other in factors(r, node):
+        # (exp(x) @ v) / Σ exp(x), (softmax(x) @ v) * sigmoid(logsumexp(x) - sink)
         while isinstance(inner, Node) and operation(inner) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
             inner = r.arguments(inner)[0][0]
-        if isinstance(inner, Node) and operation(inner) in CONTRACTIONS:
+        if not isinstance(inner, Node) or operation(inner) not in CONTRACTIONS:
+            continue
+        if name == "div" or _from_logsumexp(r, other):
             return _second_contraction(r, inner, probabilities)
     return None
+
+
+def _from_logsumexp(r: Reader, x: Any) -> bool:
+    stack, seen = [x], set[Node]()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Node) or node in seen or operation(node) not in HANDLERS.keys() - CONTRACTIONS:
+            continue
+        if operation(node) == "logsumexp":
+            return True
+        seen.add(node)
+        stack += torch.utils._pytree.tree_leaves(r.arguments(node))
+    return False
 
 
 def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> list[Node]:

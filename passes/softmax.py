@@ -9,6 +9,7 @@ cancel (the maximum everybody subtracts).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.graph import tensor
 from torchflash.passes.reader import Reader, Reduce, Softmax
+from torchflash.passes.row_constants import strip_row_constants
 from torchflash.score import Expr, build, const, name
 
 
@@ -163,6 +165,11 @@ def _weights(
     """`post` is the weights as a function of p, which is the softmax `where` of `scores`."""
     keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
     post = _gates_loaded(r, post, n)
+    if where.op == "softmax" and keys is n and (found := _sink(r, post, scores, n)) is not None:
+        post, sink = found
+        s, keys = where.value, ix.axis("n", ix.axis_size(n) + 1)
+        kept = r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call)
+        scores = build("where", _within(keys, start, ix.axis_size(n)), kept, sink)
     if others := [x for x in score.topological(post) if x.op in ("dot", "reduce", "softmax")]:
         own = {x.value.node for x in score.topological(scores) if x.op == "dot"}
         gate = next((x.value.node for x in others if x.op == "dot" and x.value.node not in own), None)
@@ -195,6 +202,80 @@ def _gates_loaded(r: Reader, post: Expr, n: ix.Index) -> Expr:
     gates = [x.value for x in score.topological(post) if x.op == "dot" and n not in ix.expr_axes(x)]
     loads = {r.read(d.node, d.index): r.load(d.node, d.index) for d in gates}
     return score.substitute(post, loads, build) if loads else post
+
+
+def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr] | None:
+    """(`post` without it, c) where `post` has the factor sigmoid(logsumexp(scores) - c): what a further key of score c
+    and value 0 leaves to the others. A row that keeps no key at all is NaN in eager mode, and must not exist."""
+    for gate in score.topological(post):
+        if gate.op != "sigmoid" or (rest := _without_factor(post, gate)) is None:
+            continue
+        summands = terms(gate.args[0])
+        totals = [t for t, count in summands.items() if count == 1 and t.op == "reduce" and t.value.op == "logsumexp"]
+        if len(totals) != 1 or _body(r, totals[0].value, n) is not scores:
+            continue
+        del summands[totals[0]]
+        if any(r.depends(t) or n in ix.expr_axes(t) for t in summands) or not _magnitude(r, scores) <= _FINITE:
+            continue
+        rests = [t if count == -1 else build("*", const(float(-count)), t) for t, count in summands.items()]
+        return rest, functools.reduce(lambda a, b: build("+", a, b), rests) if rests else const(0.0)
+    return None
+
+
+_FINITE = 3.4028235e38  # the largest float32, nearly
+
+
+def _magnitude(r: Reader, e: Expr) -> float:
+    """What `e` does not exceed either way as long as no product of queries and keys exceeds 1e30."""
+    match e.op:
+        case "const":
+            return abs(float(e.value))
+        case "dot":
+            return 1e30
+        case "load" | "name":
+            t = tensor(r.held[e.value[1:]][0]) if e.op == "load" else None
+            return math.inf if e.op == "load" and (t is None or t.dtype.is_floating_point) else 1e19
+        case "where" | "minimum" | "maximum":
+            return max(_magnitude(r, x) for x in (e.args[1:] if e.op == "where" else e.args))
+        case "+" | "-":
+            return sum(_magnitude(r, x) for x in e.args)
+        case "*":
+            return math.prod(_magnitude(r, x) for x in e.args)
+        case "/" if least := _least(e.args[1]):
+            return _magnitude(r, e.args[0]) / least
+        case "neg" | "abs" | "float" | "int":
+            return _magnitude(r, e.args[0])
+        case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
+            return 1.0
+    return math.inf
+
+
+def _least(e: Expr) -> float:
+    """What the magnitude of a number or of a function of sizes is not below."""
+    match e.op:
+        case "const":
+            return abs(float(e.value))
+        case "name":
+            return 0.0 if ix.expr_axes(e) else 1.0
+        case "float" | "sqrt":
+            least = _least(e.args[0])
+            return math.sqrt(least) if e.op == "sqrt" else least
+    return 0.0
+
+
+def _without_factor(e: Expr, factor: Expr) -> Expr | None:
+    """e / factor, for a factor that it has once."""
+    if e.op not in ("*", "/"):
+        return None
+    a, b = e.args
+    for side, other in ((a, b), (b, a))[: 2 if e.op == "*" else 1]:
+        if factor in score.topological(other):
+            continue
+        if side is factor:
+            return other if e.op == "*" else build("/", const(1.0), other)
+        if (rest := _without_factor(side, factor)) is not None:
+            return build(e.op, *((rest, other) if side is a else (other, rest)))
+    return None
 
 
 def _extent(s: Softmax, n: ix.Index) -> tuple[ix.Index, ix.Index]:
@@ -376,63 +457,3 @@ def terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter[
         if into[e] == 0:
             del into[e]
     return into
-
-
-def strip_row_constants(r: Reader, e: Expr, n: ix.Index) -> Expr:
-    """`e` without score-dependent terms that do not vary along `n`: softmax does not see them. What a mask fills in
-    is at least as low as -1e30 where a term is dropped beside it, and stays what it is."""
-
-    def constant(x: Expr) -> bool:
-        return r.depends(x) and n not in ix.expr_axes(x)
-
-    match e.op:
-        case "+" | "-":
-            a, b = e.args
-            if constant(b):
-                return strip_row_constants(r, a, n)
-            if constant(a):
-                rest = strip_row_constants(r, b, n)
-                return rest if e.op == "+" else build("neg", rest)
-            return build(e.op, strip_row_constants(r, a, n), strip_row_constants(r, b, n))
-        case "*" | "/" if any(x.op == "const" and x.value for x in e.args) and e.args[-1].op != e.args[0].op:
-            factor, inner = sorted(e.args, key=lambda x: x.op != "const")
-            stripped = strip_row_constants(r, inner, n)
-            if stripped is inner or (e.op == "/" and e.args[1] is not factor):
-                return e
-            scale = abs(1.0 / factor.value if e.op == "/" else factor.value)
-            if scale > 1:
-                # less the maximum a fill was finite after scaling: it must be so without
-                if _adds_loads(r, stripped):
-                    return e
-                stripped = _bounded(stripped, _LARGEST / scale)
-            return build(e.op, *(stripped if x is inner else x for x in e.args))
-        case "where":
-            c, a, b = e.args
-            if _masked(b):
-                return build("where", c, strip_row_constants(r, a, n), b)
-            if _masked(a):
-                return build("where", c, a, strip_row_constants(r, b, n))
-    return e
-
-
-_LARGEST = 3e38  # of float32, nearly
-
-
-def _bounded(e: Expr, largest: float) -> Expr:
-    """`e` with its finite fills at most `largest` in magnitude: they stay far below every score."""
-    fills = [x for x in score.topological(e) if _masked(x) and -math.inf < x.value < -largest]
-    return score.substitute(e, {x: const(-largest) for x in fills}, build) if fills else e
-
-
-def _adds_loads(r: Reader, e: Expr) -> bool:
-    """Whether a captured float, which may be a mask of huge numbers, is part of the value."""
-    if e.op == "load":
-        t = tensor(r.held[e.value[1:]][0])
-        return t is None or t.dtype.is_floating_point
-    if e.op in score.COMPARE or e.op in ("&", "|", "~", "dot", "reduce"):
-        return False
-    return any(_adds_loads(r, x) for x in (e.args[1:] if e.op == "where" else e.args))
-
-
-def _masked(e: Expr) -> bool:
-    return e.op == "const" and e.value <= -1e30

@@ -846,6 +846,62 @@ def sinks_as_low_as_the_mask(g):
 
 
 @form()
+def sink_from_logsumexp(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k) + torch.full((g.S, g.S), lowest(q), dtype=q.dtype).triu(1)
+        gate = (s.logsumexp(-1) - sinks.view(1, -1, 1)).float().sigmoid()
+        o = F.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+        return (o * gate.unsqueeze(-1).to(o.dtype)).transpose(1, 2)
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form()
+def sink_from_logsumexp_in_masked_rows(g):
+    def fn(q, k, v, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], lowest(q))
+        return torch.sigmoid(s.logsumexp(-1, keepdim=True)) * (s.softmax(-1) @ v)
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form()
+def sink_from_logsumexp_and_grouped_heads(g):
+    def fn(q, k, v, sinks):
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        s = sc(q, k)
+        o = (s.softmax(-1) @ v).transpose(1, 2)
+        return o * torch.sigmoid(s.logsumexp(-1) - sinks - 1.0).transpose(1, 2)[..., None]
+
+    return fn, (*g.qkv(hk=2), g.r(g.H, 1))
+
+
+@form(skip="weights_used")
+def sink_from_logsumexp_in_rows_of_nan(g):
+    def fn(q, k, v, sinks, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], NEG)
+        return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks)
+
+    return fn, (*g.qkv(), g.r(g.H, 1, 1), g.padding(whole=True))
+
+
+@form(skip="weights_used")
+def sink_from_logsumexp_of_other_scores(g):
+    def fn(q, k, v, m):
+        s = sc(q, k)
+        return (s.masked_fill(~m, -1e4).softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True))
+
+    return fn, (*g.qkv(), g.keep(g.S, g.S))
+
+
+@form(skip="weights_used")
+def gate_from_logsumexp(g):
+    return (lambda q, k, v: (lambda s: (s.softmax(-1) @ v) * torch.tanh(s.logsumexp(-1, keepdim=True)))(sc(q, k))), (
+        g.qkv()
+    )
+
+
+@form()
 def weights_sliced_keys_inside(g):
     return (lambda q, k, v, w: (sc(q, k).softmax(-1) * w)[..., 3:9] @ v[:, :, 3:9]), (*g.qkv(), g.r(g.S))
 
