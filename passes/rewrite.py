@@ -264,7 +264,8 @@ def _apply(
             records.append((order[c.root], record))
             if options.verify:
                 keep(r, gm, block, programs_, call, emitted, alive, record)
-    dead = _dead(r, {c.root for c in rewritten}, _alive(r, rewritten))
+    alive = _alive(r, rewritten)
+    dead = _dead(r, {c.root for c in rewritten}, alive)
     for c in rewritten:
         c.root.replace_all_uses_with(emitted.results[c.root])
     for n in reversed(r.versions.nodes):
@@ -273,7 +274,7 @@ def _apply(
     done = {n for c in rewritten for n in (*c.chain, *(b.softmax for b, _ in c.parts))}
     unknown = Failure("no_values", "the result is not contracted with values")
     for node in order:
-        if node not in done and (node in failures or operation(node) in ANCHORS):
+        if node in alive and node not in done and (node in failures or operation(node) in ANCHORS):
             records.append((order[node], _skip(node, failures.get(node, unknown))))
     if candidates:
         gm.graph.lint()

@@ -387,3 +387,7 @@ def test_a_difference_of_softmaxes_is_as_exact_as_in_eager_mode():
     out = torch.compile(fn, backend="torchflash", options={"torchflash.inner": "eager"})(*inputs)
     assert out.dtype == torch.bfloat16
     assert (out - exact).abs().max() <= (fn(*inputs) - exact).abs().max()
+
+
+def test_a_softmax_that_nothing_uses_is_no_record() -> None:
+    assert [type(r) for r in records("weights_computed_twice_and_dropped")] == [Rewritten]

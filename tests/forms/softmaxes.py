@@ -701,6 +701,15 @@ def weights_returned_and_dropped(g):
 
 
 @form()
+def weights_computed_twice_and_dropped(g):
+    def fn(q, k, v):
+        sc(q, k).softmax(-1)
+        return sc(q, k).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
 def weights_shape_used(g):
     return (lambda q, k, v: (lambda p: (p @ v) * (p.shape[-1] ** 0.5))(sc(q, k).softmax(-1))), g.qkv()
 
