@@ -1,6 +1,8 @@
-"""Opens calls that have attention inside but are one node of Dynamo's graph.
+"""Opens calls that have attention inside but are one node of Dynamo's graph, and spells out what needs a tensor for
+its dtype alone.
 
     o, w = F.multi_head_attention_forward(q, k, v, …)    ->    the operations it consists of
+    mask.type_as(scores)                                 ->    mask.to(dtype=…, device=…)
 
 They are traced on the fake tensors, so they are what torch does for these arguments. A call that cannot be traced stays
 as it is.
@@ -19,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from torchflash.passes.graph import value
+from torchflash.passes.graph import tensor, value
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,17 @@ def open_composites(gm: GraphModule) -> None:
             _open(gm, node)
         except Exception as e:
             log.debug("torchflash: %s stays closed: %r", node.name, e)
+
+
+def name_dtypes(gm: GraphModule) -> None:
+    """Replaces in `gm` every conversion to the dtype and device of another tensor by one that names them."""
+    for node in gm.graph.nodes:
+        if node.op != "call_method" or node.target not in ("to", "type_as") or len(node.args) != 2 or node.kwargs:
+            continue
+        x, other = (tensor(a) if isinstance(a, Node) else None for a in node.args)
+        if x is not None and other is not None and x.layout is other.layout is torch.strided:
+            node.target = "to"
+            node.args, node.kwargs = node.args[:1], {"dtype": other.dtype, "device": other.device}
 
 
 def _open(gm: GraphModule, node: Node) -> None:

@@ -20,7 +20,7 @@ from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, Given, factors, prove
-from torchflash.passes.composites import open_composites
+from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
@@ -62,6 +62,7 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
 
 def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
     open_composites(gm)
+    name_dtypes(gm)
     names = [operation(n) for n in gm.graph.nodes]
     if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
         return [
