@@ -11,7 +11,7 @@ The axes of the root are only names. What each of them is follows from who has i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchflash.passes.beside import Beside
 from torchflash.passes.contraction import CONTRACTIONS, Contraction, Operand, contraction
 from torchflash.passes.graph import argument, operation, tensor
 from torchflash.passes.index import Index
+from torchflash.passes.pieces import end_to_end
 from torchflash.passes.reader import Dot, Indices, Reader
 from torchflash.passes.softmax import Failure, Weights, find_softmaxes
 from torchflash.passes.sums import Product, summed
@@ -51,13 +52,13 @@ class Roles:
 class Attention:
     """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `scores`
     and `post` are expressions over the axes in `roles`, with `s` for the sum of the `products` of queries and keys,
-    mostly one, and loads named after nodes."""
+    mostly one, and loads named after nodes. The `values` are one tensor, or several end to end."""
 
     root: Node
     dims: tuple[tuple[Index, ...], ...]
     softmax: Node
     products: tuple[Product, ...]
-    v: Operand
+    values: tuple[Operand, ...]
     qk_dtype: torch.dtype
     v_dtype: torch.dtype
     roles: Roles
@@ -110,6 +111,9 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
 ) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
+    if operation(root) == "add":
+        block = _in_pieces(r, root, dims, probabilities)
+        return ((block,), ()) if isinstance(block, Attention) else block
     index = tuple(ix.fold(d) for d in dims)
     second, factor = _second(r, root, index, probabilities)
     if second is None or len(second.summed) != 1:
@@ -118,21 +122,12 @@ def _prove(
         return Failure(
             "unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node
         )
-    n = second.summed[0]
     failure: Failure | _Split | None = None
-    for weights_side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
-        if weights_side.node not in probabilities:
-            continue
-        weights = r.read(weights_side.node, weights_side.index, weights_side.user)
-        if factor is not None:
-            weights = build("/" if operation(root) == "div" else "*", weights, factor)
-        if not r.depends(weights):
-            continue
-        found = find_softmaxes(r, weights, n, second.node)
+    for v, found in _sides(r, second, probabilities, factor, "/" if operation(root) == "div" else "*"):
         if isinstance(found, Failure):
             failure = failure or found
             continue
-        parts = [_block(r, root, dims, second, _values(v, n, w), w) for w in found]
+        parts = [_block(r, root, dims, second, (_values(v, second.summed[0], w),), w) for w in found]
         blocks = tuple(b for b in parts if isinstance(b, Attention))
         others = [g for b, w in zip(parts, found, strict=True) if not isinstance(b, Attention)
                   and (g := _given(r, b, w, blocks)) is not None]  # fmt: skip
@@ -140,6 +135,58 @@ def _prove(
             return blocks, tuple(others)
         failure = failure or next(b for b in parts if not isinstance(b, Attention))
     return failure
+
+
+def _sides(
+    r: Reader,
+    second: Contraction,
+    probabilities: frozenset[Node],
+    factor: Expr | None = None,
+    op: str = "*",
+) -> Iterator[tuple[Operand, tuple[Weights, ...] | Failure]]:
+    """The operand that may be values, and what softmaxes the other one, with the factor, is the sum of."""
+    for side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
+        if side.node not in probabilities:
+            continue
+        weights = r.read(side.node, side.index, side.user)
+        if factor is not None:
+            weights = build(op, weights, factor)
+        if r.depends(weights):
+            yield v, find_softmaxes(r, weights, second.summed[0], second.node)
+
+
+def _in_pieces(
+    r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
+) -> Attention | Failure | _Split | None:
+    """The block that `root` is when it adds what parts of the weights give with values of their own."""
+    pieces: list[tuple[Contraction, Operand, Weights]] = []
+    for x in addends(r, root):
+        at = ix.broadcast(ix.shape_of(tensor(x)), tuple(ix.fold(d) for d in dims))  # type: ignore[arg-type]
+        dot = contracted(r, x, at, probabilities)
+        second = None if dot is None else contraction(r, dot, "n")
+        if second is None or len(second.summed) != 1 or operation(second.node) in ("baddbmm", "addmm"):
+            return None
+        found = [(v, w[0]) for v, w in _sides(r, second, probabilities) if not isinstance(w, Failure) and len(w) == 1]
+        if len(found) != 1:
+            return None
+        ((v, weights),) = found
+        pieces.append((second, _values(v, second.summed[0], weights), weights))
+    second, _, weights = pieces[0]
+    shared = {(s.dtype, w.softmax, w.scores, w.keys, w.post, w.dropout_p) for s, _, w in pieces}
+    if len(shared) > 1 or weights.post is not name("p"):
+        return None
+    return _block(r, root, dims, second, tuple(v for _, v, _ in pieces), weights)
+
+
+def addends(r: Reader, x: Any) -> list[Node]:
+    """What an addition adds, and the additions in it; of anything else, that alone."""
+    if not isinstance(x, Node) or tensor(x) is None:
+        return []
+    args, kwargs = r.arguments(x)
+    if operation(x) != "add" or argument(args, kwargs, 2, "alpha", default=1) != 1:
+        return [x]
+    both = [addends(r, a) for a in (args[0], argument(args, kwargs, 1, "other"))]
+    return both[0] + both[1] if all(both) else []
 
 
 def _second(
@@ -195,11 +242,11 @@ def _block(
     root: Node,
     dims: tuple[tuple[Index, ...], ...],
     second: Contraction,
-    v: Operand,
+    pieces: tuple[Operand, ...],
     weights: Weights,
     sums: bool = True,
 ) -> Attention | Failure | _Split:
-    """The block with these weights; with `sums`, of products that the scores add."""
+    """The block with these weights, and values in `pieces`; with `sums`, of products that the scores add."""
     n = weights.keys
     leaves = [x for x in score.topological(weights.scores) if x.op in ("dot", "reduce", "softmax")]
     for leaf in leaves:
@@ -207,7 +254,7 @@ def _block(
             return Failure("unknown_op", "the scores contain a reduction of themselves", leaf.value.node)
     products = {x: c for x in leaves if (c := contraction(r, x.value, "d")) is not None}
     sides = {x: s for x, c in products.items() if (s := _queries_and_keys(c, n)) is not None}
-    values = v.axes()
+    values: frozenset[Index] = frozenset().union(*(v.axes() for v in pieces))
     proper = [x for x, (q, k) in sides.items() if (q.axes() - k.axes() - values)] or list(sides)
     if not proper and any("@" in x.value for x in score.loads(weights.scores)):
         return Failure("mutation", "the scores are written in place through a view of them", weights.softmax)
@@ -223,13 +270,18 @@ def _block(
     )
     q, k = sides[main]
     rows = q.axes() - k.axes() - values
-    beside_main = [x for x in proper if products[x].dtype == products[main].dtype and not rows & sides[x][1].axes()]
-    depths = {x: products[x].summed for x in beside_main if sums or x is main}
-    whole, scales = summed(weights.scores, main, depths)
-    beside = Beside(r, q, k, v, n)
+    alike = [x for x in proper if products[x].dtype == products[main].dtype and not rows & sides[x][1].axes()]
+    plain = {x: tuple(_plainest(r, o, n) for o in sides[x]) for x in alike}
+    of_main = [x for x in alike if _same(plain[x][0], plain[main][0]) and plain[x][1].pads]
+    keys = end_to_end([plain[x][1] for x in of_main], n) if len(of_main) > 1 and main in of_main else None
+    if keys is not None:
+        whole, scales = score.substitute(weights.scores, dict.fromkeys(of_main, main), build), {main: 1.0}
+    else:
+        whole, scales = summed(weights.scores, main, {x: products[x].summed for x in alike if sums or x is main})
+    beside = Beside(r, q, k, rows, n)
     loaded: dict[Expr, Expr] = {}
-    for x in leaves:
-        if x not in scales:
+    for x in score.topological(whole):
+        if x.op == "dot" and x is not main:
             bias = beside.load(x, products.get(x))
             if isinstance(bias, Failure):
                 return bias
@@ -246,18 +298,22 @@ def _block(
     device = tensor(root).device.type  # type: ignore[union-attr]
     if device not in ("cpu", "cuda"):
         return Failure("device", f"runs on {device}", root)
-    last = _plainest(r, v, n)
-    pairs = {x: [_plainest(r, o, n) for o in sides[x]] for x in scales}
+    last = end_to_end([_plainest(r, v, n) for v in pieces], n)
+    if last is None:
+        return Failure("layout", "the values in pieces are not those of all keys", pieces[0].node)
     factors = tuple(
-        Product(pairs[x][0], pairs[x][1], products[x].summed, scale, products[x].node) for x, scale in scales.items()
+        Product(plain[x][0], (plain[x][1],), products[x].summed, scale, (products[x].node,))
+        for x, scale in scales.items()
     )
-    for o in (*(o for pair in pairs.values() for o in pair), last):
+    if keys is not None:
+        factors = (Product(plain[main][0], keys, first.summed, 1.0, tuple(products[x].node for x in of_main)),)
+    for o in (*(o for p in factors for o in (p.q, *p.keys)), *last):
         if not _whole(o) and (split := _split_of(o, dims)) is not None:
             return split
     axes = tuple(a for d in dims for a in d)
     roles = _roles(axes, n, factors, last, ix.expr_axes(scores) | ix.expr_axes(weights.post))
     if isinstance(roles, Failure):
-        return roles if len(factors) == 1 else _block(r, root, dims, second, v, weights, sums=False)
+        return roles if len(factors) == 1 else _block(r, root, dims, second, pieces, weights, sums=False)
     return Attention(
         root,
         dims,
@@ -292,6 +348,10 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
     ):
         return None
     return Given(weights, factor, blocks[0], w.softmax)
+
+
+def _same(a: Operand, b: Operand) -> bool:
+    return (a.node, a.index, a.pads, a.parts) == (b.node, b.index, b.pads, b.parts)
 
 
 def _needs_gradient(o: Operand) -> bool:
@@ -387,31 +447,32 @@ def _group(i: Index) -> tuple[Index, Index] | None:
 
 
 def _roles(
-    index: Indices, n: Index, products: Sequence[Product], v: Operand, scored: frozenset[Index]
+    index: Indices, n: Index, products: Sequence[Product], values: Sequence[Operand], scored: frozenset[Index]
 ) -> Roles | Failure:
     def layout(reason: str, o: Operand | None = None) -> Failure:
         return Failure("layout", reason, o.node if o is not None else None)
 
     has_q: frozenset[Index] = frozenset().union(*(p.q.axes() for p in products))
-    has_k: frozenset[Index] = frozenset().union(*(p.k.axes() for p in products))
-    has_v = v.axes()
-    wants = [x for p in products for x in ((p.q, p.depth), (p.k, (n, *p.depth)))]
-    for o, wanted in (*wants, (v, (n,))):
+    has_k: frozenset[Index] = frozenset().union(*(k.axes() for p in products for k in p.keys))
+    has_v: frozenset[Index] = frozenset().union(*(v.axes() for v in values))
+    wants = [x for p in products for x in ((p.q, p.depth), *((k, (n, *p.depth)) for k in p.keys))]
+    for o, wanted in (*wants, *((v, (n,)) for v in values)):
         if not _whole(o) or not all(w in o.index for w in wanted):
             return layout("an operand is not indexed by whole axes", o)
-    columns = tuple(a for a in index if a in v.index and a not in has_q and a not in has_k and a not in scored)
+    columns = tuple(a for a in index if all(a in v.index for v in values) and a not in has_q | has_k | scored)
     queries = tuple(a for a in index if a in has_q and a not in has_k and a not in has_v)
     if not columns:
-        return layout("the values have no column of their own", v)
+        return layout("the values have no column of their own", values[0])
     rest = [a for a in index if a not in columns and a not in queries]
     if any(a in has_k and a not in has_q and a not in has_v for a in rest):
-        return Failure("no_scores", "the keys depend on the query", products[0].k.node)
+        return Failure("no_scores", "the keys depend on the query", products[0].keys[0].node)
     for p in products:
         if any(_group(i) for i in p.q.index):
             return layout("the queries are grouped", p.q)
-    grouped = {g[0] for o in (*(p.k for p in products), v) for i in o.index if (g := _group(i)) is not None}
+    rows = (*(k for p in products for k in p.keys), *values)
+    grouped = {g[0] for o in rows for i in o.index if (g := _group(i)) is not None}
     if len(grouped) > 1 or any(g not in rest for g in grouped):
-        return layout("keys and values are grouped along several axes", products[0].k)
+        return layout("keys and values are grouped along several axes", products[0].keys[0])
     # axes that k or v lack go last; both must lack a suffix of the heads, or be expanded
     lacking = [[a for a in rest if a not in has] for has in (has_k, has_v)]
     if grouped:

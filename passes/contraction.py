@@ -68,7 +68,7 @@ class Operand:
                 continue
             start, step, along = ix.affine(i)
             length = ix.ONE if along == 0 else ix.extent(along)
-            if length is None or not (step.is_Integer and step > 0):
+            if length is None or not ix.nonnegative(step - 1):
                 return None
             last = ix.sympy.expand(start + step * (length - 1))
             if start == 0 and step == 1 and last == size - 1:

@@ -82,12 +82,17 @@ def affine(e: Index) -> tuple[Index, Index, Index]:
     """(start, step, along) such that `e` is start + step * along, with an `along` of coefficient 1 or, of a constant,
     0."""
     terms = sympy.Add.make_args(sympy.expand(e))
-    moving = [t for t in terms if any(x in _SIZES or x in _OPAQUE for x in t.free_symbols)]
+    moving = _moving(terms)
     start = sympy.expand(e - sum(moving))
     if not moving:
         return start, ONE, ZERO
-    step, along = moving[0].as_coeff_Mul() if len(moving) == 1 else (ONE, sum(moving))
-    return start, step, along
+    varying = [f for t in moving for f in _moving(sympy.Mul.make_args(t))]
+    return (start, moving[0] / varying[0], varying[0]) if len(varying) == 1 else (start, ONE, sum(moving))
+
+
+def _moving(terms: Sequence[Index]) -> list[Index]:
+    """Those that vary with an axis."""
+    return [t for t in terms if any(x in _SIZES or x in _OPAQUE for x in t.free_symbols)]
 
 
 def extent(e: Index) -> Index | None:
@@ -152,7 +157,7 @@ def bounds(e: Index) -> tuple[Index | None, Index | None]:
         return ZERO, e.args[1] - 1
     low = high = ZERO
     for term in sympy.Add.make_args(sympy.expand(e)):
-        moving = [f for f in sympy.Mul.make_args(term) if any(x in _SIZES or x in _OPAQUE for x in f.free_symbols)]
+        moving = _moving(sympy.Mul.make_args(term))
         if not moving:
             low = None if low is None else low + term
             high = None if high is None else high + term

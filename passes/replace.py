@@ -11,6 +11,7 @@ can see it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -155,7 +156,7 @@ def _emit(
     roles = block.roles
     qk_dtype, v_dtype = dtype or block.qk_dtype, dtype or block.v_dtype
     q, k = _queries(out, block, qk_dtype), _keys(out, block, qk_dtype)
-    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), v_dtype)
+    v = _rows(out, block.values, block, roles.columns, v_dtype)
     if not programs.differentiates_scores:  # no gradient reaches the queries and keys, and none is written for them
         q, k = (out.method("detach", x) for x in (q, k))
     device = tensor(block.root).device  # type: ignore[union-attr]
@@ -186,7 +187,7 @@ def _emit(
 def _given(out: Emitter, r: Reader, g: Given, layout: str) -> Node:
     block, roles = g.beside, g.beside.roles
     p = _operand(out, g.weights, (roles.batch, roles.heads, roles.queries, (roles.keys,)), torch.float32, expand=True)
-    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), torch.float32, expand=True)
+    v = _rows(out, block.values, block, roles.columns, torch.float32, expand=True)
     axes = (*roles.batch, *roles.heads, *roles.queries, roles.keys)
     device = tensor(block.root).device  # type: ignore[union-attr]
     factor = score.interpret(g.factor, Emission(out, axes, r.held, lambda size: _size(out, size), device))
@@ -271,13 +272,31 @@ def _queries(out: Emitter, block: Attention, dtype: torch.dtype) -> Node:
 
 def _keys(out: Emitter, block: Attention, dtype: torch.dtype) -> Node:
     """The keys of all products side by side; of each head, unless all lack the same heads."""
-    roles = block.roles
-    heads = {frozenset(i for i in p.k.index if ix.axes(i) & {*roles.heads}) for p in block.products}
-    parts = [
-        _operand(out, p.k, (roles.batch, roles.heads, (roles.keys,), p.depth), dtype, expand=len(heads) > 1)
-        for p in block.products
-    ]
+    expand = _differ(block, [k for p in block.products for k in p.keys])
+    parts = [_rows(out, p.keys, block, p.depth, dtype, expand) for p in block.products]
     return parts[0] if len(parts) == 1 else out.call(torch.cat, parts, -1)
+
+
+def _rows(
+    out: Emitter,
+    pieces: Sequence[Operand],
+    block: Attention,
+    columns: Sequence[Index],
+    dtype: torch.dtype,
+    expand: bool = False,
+) -> Node:
+    """Keys or values, end to end."""
+    roles = block.roles
+    expand = expand or _differ(block, pieces)
+    if len(pieces) > 1:
+        pieces = [dataclasses.replace(o, pads=()) for o in pieces]
+    rows = [_operand(out, o, (roles.batch, roles.heads, (roles.keys,), columns), dtype, expand) for o in pieces]
+    return rows[0] if len(rows) == 1 else out.call(torch.cat, rows, 2)
+
+
+def _differ(block: Attention, operands: Sequence[Operand]) -> bool:
+    """Whether one of the operands has heads that another lacks."""
+    return len({frozenset(i for i in o.index if ix.axes(i) & {*block.roles.heads}) for o in operands}) > 1
 
 
 def _operand(
@@ -298,10 +317,13 @@ def _operand(
     for d, before, behind in o.pads:
         widths = [0, 0] * (t.dim() - 1 - d) + _shape_argument(out, (before, behind))
         node = out.call(torch.nn.functional.pad, node, widths)
-    at = {}
+    at, shape = {}, list(o.shape())
     for d, i in enumerate(index):
-        at[i.args[0] if isinstance(i, ix.FloorDiv) else i] = d
-    shape = o.shape()
+        axis = i.args[0] if isinstance(i, ix.FloorDiv) else i
+        at[axis] = d
+        if expand and axis is not i:
+            node = out.method("repeat_interleave", node, _size(out, i.args[1]), d)
+            shape[d] = ix.axis_size(axis)
     # dims that are indexed by a constant hold one element
     singles = [d for d, i in enumerate(index) if i == 0]
     order: list[int] = []
@@ -341,7 +363,8 @@ def _operand(
 def _slices(out: Emitter, o: Operand) -> tuple[slice, ...]:
     key = [slice(None)] * len(o.index)
     for d, start, step, length in o.parts:
-        key[d] = slice(_size(out, start), _size(out, ix.sympy.expand(start + step * (length - 1) + 1)), int(step))
+        stop = ix.sympy.expand(start + step * (length - 1) + 1)
+        key[d] = slice(*(_size(out, x) for x in (start, stop, step)))
     return tuple(key)
 
 

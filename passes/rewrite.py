@@ -19,7 +19,7 @@ from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, Given, factors, prove
+from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
@@ -102,8 +102,8 @@ def _candidates(
     failures: dict[Node, Failure] = {}  # softmax -> why
     proven: set[Node] = set()
     for root in gm.graph.nodes:
-        inner = _second_contraction(r, root, probabilities)
-        if inner is None or (inner in proven and operation(root) == "div"):
+        inner = _second_contractions(r, root, probabilities)
+        if not inner or (operation(root) == "div" and inner[0] in proven):
             continue
         try:
             found = _candidate(r, root, probabilities)
@@ -113,8 +113,8 @@ def _candidates(
             log.exception("torchflash: internal error at %s, left alone", root.name)
             found = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", root)
         if isinstance(found, _Candidate):
-            # what a sink leaves of a block is in the place of the block
-            candidates = [c for c in candidates if c.root is not inner] + [found]
+            # a block with a sink, or of pieces, is in the place of those that it is made from
+            candidates = [c for c in candidates if c.root not in inner] + [found]
             proven.add(root)
         elif found is not None:
             for anchor in _anchors_before(r, root, probabilities):
@@ -143,26 +143,34 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
     return _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
 
 
-def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
-    """The contraction of probabilities with values that a block ending in `node` would have: itself, what it divides,
-    or what it multiplies with a function of logsumexp."""
+def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) -> tuple[Node, ...]:
+    """The contractions of probabilities with values that a block ending in `node` would have: itself, what it divides,
+    what it multiplies with a function of logsumexp, what it adds."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
-        return None
+        return ()
     name = operation(node)
     args, kwargs = r.arguments(node)
     if name in CONTRACTIONS:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
-        return node if any(isinstance(a, Node) and a in probabilities for a in inputs) else None
+        return (node,) if any(isinstance(a, Node) and a in probabilities for a in inputs) else ()
+    if name == "add":
+        found = [_inside(r, x, probabilities) for x in addends(r, node)]
+        return tuple(x for f in found for x in f) if all(found) else ()
     for inner, other in factors(r, node):
         # (exp(x) @ v) / Σ exp(x), (softmax(x) @ v) * sigmoid(logsumexp(x) - sink)
-        while isinstance(inner, Node) and operation(inner) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
-            inner = r.arguments(inner)[0][0]
-        if not isinstance(inner, Node) or operation(inner) not in CONTRACTIONS:
-            continue
-        if name == "div" or _from_logsumexp(r, other):
-            return _second_contraction(r, inner, probabilities)
-    return None
+        if (x := _inside(r, inner, probabilities)) and (name == "div" or _from_logsumexp(r, other)):
+            return x
+    return ()
+
+
+def _inside(r: Reader, x: Any, probabilities: frozenset[Node]) -> tuple[Node, ...]:
+    """The contraction that `x` is but for casts and views."""
+    while isinstance(x, Node) and operation(x) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
+        x = r.arguments(x)[0][0]
+    if not isinstance(x, Node) or operation(x) not in CONTRACTIONS:
+        return ()
+    return _second_contractions(r, x, probabilities)
 
 
 def _from_logsumexp(r: Reader, x: Any) -> bool:
@@ -200,7 +208,7 @@ def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> li
 
 def _chain(r: Reader, block: Attention) -> frozenset[Node]:
     """What lies between the contractions, the first ones included: the nodes that hold scores or weights."""
-    after: set[Node] = {p.node for p in block.products}
+    after: set[Node] = {n for p in block.products for n in p.nodes}
     order = r.versions.order
     for node in r.versions.nodes[min(map(order.__getitem__, after)) + 1 : order[block.root]]:
         args, kwargs = r.arguments(node)
@@ -315,7 +323,7 @@ def _reads(r: Reader, g: Given) -> list[tuple[Node, int]]:
 
 
 def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
-    operands = (*(o for p in block.products for o in (p.q, p.k)), block.v)
+    operands = (*(o for p in block.products for o in (p.q, *p.keys)), *block.values)
     return [(o.node, r.versions.order[o.user]) for o in operands]
 
 

@@ -27,13 +27,13 @@ MAX_DEPTH = 256  # side by side; the scores of deeper ones are added as they are
 
 @dataclass(frozen=True)
 class Product:
-    """`scale` * Σ over `depth` of q * k; without the scale it is what `node` computes."""
+    """`scale` * Σ over `depth` of q * k, with the `keys` end to end; without the scale it is what `nodes` compute."""
 
     q: Operand
-    k: Operand
+    keys: tuple[Operand, ...]
     depth: tuple[Index, ...]
     scale: float
-    node: Node
+    nodes: tuple[Node, ...]
 
 
 def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -> tuple[Expr, dict[Expr, float]]:

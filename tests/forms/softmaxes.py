@@ -924,13 +924,106 @@ def null_key_cat_scores(g):
     return fn, g.qkv()
 
 
-@form(skip="several_contractions")
+@form()
 def two_scores_concatenated(g):
     def fn(q, k, v, k2, v2):
         p = torch.cat([sc(q, k), sc(q, k2)], -1).softmax(-1)
         return p @ torch.cat([v, v2], -2)
 
     return fn, (*g.qkv(), *g.qkv()[:2])
+
+
+@form()
+def keys_and_values_in_pieces(g):
+    # a few tokens that all see, and blocks that see themselves
+    def fn(q, k, v, gk, gv, m):
+        s = torch.cat([torch.einsum("bhckf,bhgf->bhckg", q, gk), torch.einsum("bhckf,bhcxf->bhckx", q, k)], -1)
+        p = (s + m[:, None, :, None].to(s)).softmax(-1)
+        a, b = p[..., :3], p[..., 3:]
+        return torch.einsum("bhckg,bhgf->bhckf", a, gv) + torch.einsum("bhckx,bhcxf->bhckf", b, v)
+
+    m = torch.zeros(g.B, 4, 8)
+    m[:, 2, 5:] = torch.finfo(torch.float32).min
+    return fn, (*(g.r(g.B, g.H, 4, 5, g.D) for _ in range(3)), *(g.r(g.B, g.H, 3, g.D) for _ in range(2)), m)
+
+
+@form()
+def memories_beside_keys(g):
+    def fn(q, k, v, mk, mv, m):
+        s = torch.cat([sc(q, mk), sc(q, k).masked_fill(~m, lowest(q))], -1)
+        a, b = s.softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return a @ mv + b @ v
+
+    mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)), mask)
+
+
+@form()
+def pieces_of_grouped_and_other_heads(g):
+    def fn(q, k, v, a, b, c, d):
+        k, v, a, b = (t.repeat_interleave(2, 1) for t in (k, v, a, b))
+        p = torch.cat([sc(q, k), sc(q, a), sc(q, c)], -1).softmax(-1)
+        n = k.shape[2]
+        o = p[..., :n] @ v
+        o = o + p[..., n : n + 4] @ b
+        o += p[..., n + 4 :] @ d
+        return o
+
+    return fn, (*g.qkv(hk=2), *(g.r(g.B, 2, 4, g.D) for _ in range(2)), *(g.r(g.B, g.H, 2, g.D) for _ in range(2)))
+
+
+@form(random=True)
+def pieces_with_dropout(g):
+    def fn(q, k, v, mk, mv):
+        p = F.dropout(torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1), 0.5)
+        return p[..., :5] @ mv + p[..., 5:] @ v
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_that_are_not_added(g):
+    def fn(q, k, v, mk, mv):
+        a, b = torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return torch.cat([a @ mv, b @ v], -1)
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_with_a_factor(g):
+    def fn(q, k, v, mk, mv):
+        a, b = torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return a @ mv + (b * 2) @ v
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_that_overlap(g):
+    def fn(q, k, v):
+        p = sc(q, k).softmax(-1)
+        return p[..., :8] @ v[:, :, :8] + p[..., 5:] @ v[:, :, 5:]
+
+    return fn, g.qkv()
+
+
+@form(blocks=2)
+def pieces_that_are_all_of_it(g):
+    def fn(q, k, v, w):
+        p = sc(q, k).softmax(-1)
+        return p @ v + p @ w
+
+    return fn, (*g.qkv(), g.qkv()[2])
+
+
+@form()
+def pieces_of_two_queries(g):
+    def fn(q, k, v, mq, mk, mv):
+        a, b = torch.cat([sc(mq, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return a @ mv + b @ v
+
+    return fn, (*g.qkv(), g.qkv()[0], *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
 
 
 @form()
