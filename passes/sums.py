@@ -1,8 +1,8 @@
 """Products of queries and keys that the scores add, as one: content and positions, the parts of latent attention.
 
-    2 * Σ_d q1[m, d] * k1[n, d] + 3 * Σ_e q2[m, e] * k2[n, e]    ->    2 * Σ_f q[m, f] * k[n, f]
+    2 * Σ_d q1[m, d] * k1[n, d] + Σ_e q2[m, e] * k2[n, e]    ->    2 * Σ_f q[m, f] * k[n, f]
 
-with q = [q1, 1.5 * q2] and k = [k1, k2] side by side.
+with q = [q1, 0.5 * q2] and k = [k1, k2] side by side.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Product:
 
 
 def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -> tuple[Expr, dict[Expr, float]]:
-    """`scores` with `main` alone for the sum of it and others of `depths`, and what of each, `main` first, it now
-    stands for. `depths`: the products that may be put side by side, with the axes they sum."""
+    """`scores` with `main` alone for the sum of it and others of `depths`, and what of each it now stands for.
+    `depths`: the products that may be put side by side, with the axes they sum."""
     for e in reversed(score.topological(scores)):
         if e.op not in ("+", "-"):
             continue
@@ -49,7 +49,8 @@ def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -
         scales = dict(scaled.values())
         if main not in scales or len(scales) == 1 or len(scales) != len(scaled) or _deep(scales, depths):
             continue
-        rebuilt = _times(scales[main], main)
+        largest = max(scales.values(), key=abs)  # queries are only made smaller: they do not overflow
+        rebuilt = _times(largest, main)
         for op, factor in unit or ():
             rebuilt = build(op, rebuilt, factor)
         for t, count in summands.items():
@@ -57,7 +58,7 @@ def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -
                 rebuilt = build("+" if count > 0 else "-", rebuilt, _times(abs(count), t))
         whole = score.substitute(scores, {e: rebuilt}, build)
         if scales.keys() & set(score.topological(whole)) == {main}:
-            return whole, {x: c / scales[main] for x, c in sorted(scales.items(), key=lambda y: y[0] is not main)}
+            return whole, {x: c / largest for x, c in scales.items()}
     return scores, {main: 1.0}
 
 

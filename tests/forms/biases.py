@@ -557,7 +557,7 @@ def deberta_disentangled(g):
 
 @form()
 def content_twice(g):
-    return (lambda q, k, v, w: (sc(q, k) + q @ w.mT).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
+    return (lambda q, k, v, w: (sc(q, k) + sc(q, w)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
 
 
 @form(skip="several_contractions")
