@@ -275,18 +275,18 @@ def _block(
     of_main = [x for x in alike if _same(plain[x][0], plain[main][0]) and plain[x][1].pads]
     keys = end_to_end([plain[x][1] for x in of_main], n) if len(of_main) > 1 and main in of_main else None
     if keys is not None:
-        whole, scales = score.substitute(weights.scores, dict.fromkeys(of_main, main), build), {main: 1.0}
+        whole, scales = score.substitute(weights.scores, dict.fromkeys(of_main, name("s")), build), {main: 1.0}
     else:
         whole, scales = summed(weights.scores, main, {x: products[x].summed for x in alike if sums or x is main})
     beside = Beside(r, q, k, rows, n)
     loaded: dict[Expr, Expr] = {}
     for x in score.topological(whole):
-        if x.op == "dot" and x is not main:
+        if x.op == "dot":
             bias = beside.load(x, products.get(x))
             if isinstance(bias, Failure):
                 return bias
             loaded.update(bias)
-    scores = score.substitute(whole, {main: name("s"), **loaded}, build)
+    scores = score.substitute(whole, loaded, build)
     if r.depends(scores):
         return Failure(
             "several_contractions", "a contraction that the scores add cannot be told apart", weights.softmax

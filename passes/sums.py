@@ -20,7 +20,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.contraction import Operand
 from torchflash.passes.index import Index
 from torchflash.passes.softmax import terms
-from torchflash.score import Expr, build, const
+from torchflash.score import Expr, build, const, name
 
 MAX_DEPTH = 256  # side by side; the scores of deeper ones are added as they are
 
@@ -37,8 +37,8 @@ class Product:
 
 
 def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -> tuple[Expr, dict[Expr, float]]:
-    """`scores` with `main` alone for the sum of it and others of `depths`, and what of each it now stands for.
-    `depths`: the products that may be put side by side, with the axes they sum."""
+    """`scores` with `s` for `main` or, if nothing else is done with them, for the sum of it and others of `depths`; and
+    what of each is in `s`. `depths`: the products that may be put side by side, with the axes they sum."""
     for e in reversed(score.topological(scores)):
         if e.op not in ("+", "-"):
             continue
@@ -50,16 +50,16 @@ def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -
         if main not in scales or len(scales) == 1 or len(scales) != len(scaled) or _deep(scales, depths):
             continue
         largest = max(scales.values(), key=abs)  # queries are only made smaller: they do not overflow
-        rebuilt = _times(largest, main)
+        rebuilt = _times(largest, name("s"))
         for op, factor in unit or ():
             rebuilt = build(op, rebuilt, factor)
         for t, count in summands.items():
             if t not in scaled:
                 rebuilt = build("+" if count > 0 else "-", rebuilt, _times(abs(count), t))
         whole = score.substitute(scores, {e: rebuilt}, build)
-        if scales.keys() & set(score.topological(whole)) == {main}:
+        if not scales.keys() & set(score.topological(whole)):
             return whole, {x: c / largest for x, c in scales.items()}
-    return scores, {main: 1.0}
+    return score.substitute(scores, {main: name("s")}, build), {main: 1.0}
 
 
 def _deep(scales: Mapping[Expr, float], depths: Mapping[Expr, tuple[Index, ...]]) -> bool:

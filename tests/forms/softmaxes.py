@@ -594,6 +594,24 @@ def three_products(g):
 
 
 @form()
+def product_that_decides_about_the_sum(g):
+    def fn(q, k, v, a, b):
+        s = q @ k.mT * 0.3
+        return torch.where(s > -1.0, s + a @ b.mT * 0.3, -2.0).softmax(-1) @ v
+
+    return fn, (*g.qkv(), *g.qkv()[:2])
+
+
+@form()
+def product_beside_a_function_of_it(g):
+    def fn(q, k, v, a, b):
+        s, t = q @ k.mT * 0.3, a @ b.mT * 0.3
+        return (s + t + torch.tanh(t)).softmax(-1) @ v
+
+    return fn, (*g.qkv(), *g.qkv()[:2])
+
+
+@form()
 def grouped_products(g):
     def fn(q, k, v, a, b):
         k, v, b = (t.repeat_interleave(2, 1) for t in (k, v, b))
