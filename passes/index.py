@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -37,7 +37,7 @@ def size_of(value: Any) -> Index:
     """A size of the traced graph (int or SymInt) as sympy."""
     if isinstance(value, torch.SymInt):
         size = exact_quotients(sympy.sympify(value.node.expr))
-        _NAMES.update({x.name: x for x in size.free_symbols})
+        _know(size.free_symbols)
         return size
     return sympy.Integer(int(value))
 
@@ -56,13 +56,17 @@ def shape_of(tensor: torch.Tensor) -> tuple[Index, ...]:
     return tuple(size_of(s) for s in tensor.shape)
 
 
-@functools.cache
 def axis(role: str, size: Index) -> Index:
     """The axis `role` running over `range(size)`. An axis of size 1 keeps its name, so that its role can be told."""
-    a = sympy.Symbol(f"{role}[{size}]", integer=True, nonnegative=True)
+    a = _axis(role, size)
     _SIZES[a] = size
     _NAMES[a.name] = a
     return a
+
+
+@functools.cache
+def _axis(role: str, size: Index) -> Index:
+    return sympy.Symbol(f"{role}[{size}]", integer=True, nonnegative=True)
 
 
 def axis_size(symbol: Index) -> Index:
@@ -433,6 +437,19 @@ def replace_axis(e: Expr, axis: Index, by: Index) -> Expr:
         else:
             memo[x] = score.build(x.op, *args) if args else x
     return memo[e]
+
+
+def _know(sizes: Iterable[sympy.Symbol]) -> None:
+    for s in sizes:
+        if _NAMES.setdefault(s.name, s) != s:
+            _NAMES[s.name] = s
+            _forget()
+
+
+def _forget() -> None:
+    """What was derived from a size of the same name in another graph, which was known to be something else."""
+    for f in (exact_quotients, nonnegative, bounds, divmod_index, rejoin, reshape, to_expr, from_expr, expr_axes):
+        f.cache_clear()
 
 
 def symbol(text: str) -> Index | None:

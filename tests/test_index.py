@@ -102,6 +102,14 @@ def test_divmod_is_pythons(line: tuple[int, int, int], d: int, size_x: int, size
         assert divmod(a * i + b * j + c, d) == (evaluate(quotient, at), evaluate(rest, at)), (e, d, quotient, rest)
 
 
+def test_a_size_of_the_same_name_in_another_graph() -> None:
+    for assumption in ("positive", "nonnegative", "positive"):
+        s = sympy.Symbol("s77", integer=True, **{assumption: True})
+        ix._know([s])
+        assert ix.axis_size(ix.axis("a", s)) == s
+        assert ix.from_expr(ix.to_expr(s)) == s
+
+
 def test_only_exact_quotients_are_folded() -> None:
     s = sympy.Symbol("s", integer=True, positive=True)
     assert ix.exact_quotients(FloorDiv(2 * s * s, s)) == 2 * s
