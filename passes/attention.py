@@ -33,6 +33,7 @@ from torchflash.passes.views import VIEWS, peel_steps
 from torchflash.score import Expr, build, const, name
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_PIECES = 8
 CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
 
 
@@ -178,15 +179,22 @@ def _in_pieces(
     return _block(r, root, dims, second, tuple(v for _, v, _ in pieces), weights)
 
 
-def addends(r: Reader, x: Any) -> list[Node]:
-    """What an addition adds, and the additions in it; of anything else, that alone."""
-    if not isinstance(x, Node) or tensor(x) is None:
-        return []
-    args, kwargs = r.arguments(x)
-    if operation(x) != "add" or argument(args, kwargs, 2, "alpha", default=1) != 1:
-        return [x]
-    both = [addends(r, a) for a in (args[0], argument(args, kwargs, 1, "other"))]
-    return both[0] + both[1] if all(both) else []
+def addends(r: Reader, x: Node) -> list[Node]:
+    """What an addition adds, and the additions in it; none where these are more than MAX_PIECES."""
+    found: list[Node] = []
+    stack: list[Any] = [x]
+    while stack:
+        y = stack.pop()
+        if not isinstance(y, Node) or tensor(y) is None or len(found) + len(stack) >= MAX_PIECES:
+            return []
+        args, kwargs = r.arguments(y)
+        if operation(y) != "add":
+            found.append(y)
+        elif argument(args, kwargs, 2, "alpha", default=1) != 1:
+            return []
+        else:
+            stack += [argument(args, kwargs, 1, "other"), args[0]]
+    return found
 
 
 def _second(
@@ -272,7 +280,7 @@ def _block(
     rows = q.axes() - k.axes() - values
     alike = [x for x in proper if products[x].dtype == products[main].dtype and not rows & sides[x][1].axes()]
     plain = {x: tuple(_plainest(r, o, n) for o in sides[x]) for x in alike}
-    of_main = [x for x in alike if _same(plain[x][0], plain[main][0]) and plain[x][1].pads]
+    of_main = [x for x in alike if _same(r, plain[x][0], plain[main][0]) and plain[x][1].pads]
     keys = end_to_end([plain[x][1] for x in of_main], n) if len(of_main) > 1 and main in of_main else None
     if keys is not None:
         whole, scales = score.substitute(weights.scores, dict.fromkeys(of_main, name("s")), build), {main: 1.0}
@@ -350,8 +358,11 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
     return Given(weights, factor, blocks[0], w.softmax)
 
 
-def _same(a: Operand, b: Operand) -> bool:
-    return (a.node, a.index, a.pads, a.parts) == (b.node, b.index, b.pads, b.parts)
+def _same(r: Reader, a: Operand, b: Operand) -> bool:
+    """Whether both read the same values."""
+    first, last = sorted(r.versions.order[o.user] for o in (a, b))
+    unwritten = not r.versions.written_between(a.node, first, last)
+    return unwritten and (a.node, a.index, a.pads, a.parts) == (b.node, b.index, b.pads, b.parts)
 
 
 def _needs_gradient(o: Operand) -> bool:

@@ -443,27 +443,28 @@ def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(_same(s, t) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if _hint(n) != 1)
 
 
+PASS_STRIDES_ON = frozenset("transpose permute getattr unsqueeze movedim t reshape flatten add mul sub div to".split())
+HIDE_STRIDES = frozenset("linear matmul bmm mm contiguous".split())
+
+
 def strides_unseen(root: Node) -> bool:
     """Whether every user of `root` gives the same for any strides: it copies, or is elementwise or a contraction.
-    Views pass the question on."""
-    for user in root.users:
-        name = operation(user)
-        if name in ("transpose", "permute", "getattr", "unsqueeze", "movedim", "t"):
-            if not strides_unseen(user):
+    Views pass the question on, and so does a reshape, which is a view or a copy."""
+    stack, seen = [root], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.users:
+            return False
+        for user in node.users:
+            name = operation(user)
+            if name in PASS_STRIDES_ON:
+                stack.append(user)
+            elif name not in HIDE_STRIDES:
                 return False
-        elif name in ("reshape", "flatten", "linear", "matmul", "bmm", "mm", "contiguous") and user.op.startswith(
-            "call"
-        ):
-            # a reshape gives a view or a copy; what follows sees a difference only through view() or strides
-            if name in ("reshape", "flatten") and not strides_unseen(user):
-                return False
-        elif name in ("view",):
-            return False
-        elif name not in ("add", "mul", "sub", "div", "to"):
-            return False
-        elif not strides_unseen(user):
-            return False
-    return bool(root.users)
+    return True
 
 
 def choose_layout(block: Attention) -> str:
