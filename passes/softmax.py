@@ -71,8 +71,10 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
         ((where, (scores, node)),) = matches.items()
         whole = _weights(r, score.substitute(e, {where: name("p")}, build), where, scores, node, n, consumer)
         return whole if isinstance(whole, Failure) else (whole,)
+    shared = any(x.op == "dropout" and len(matches.keys() & {*score.topological(x)}) > 1 for x in score.topological(e))
     mixture = score.substitute(e, dict.fromkeys(matches, name("p")), build)
-    if any(x.op in ("dropout", "nan_to_num") for x in score.topological(mixture)) or not linear(mixture):
+    mixture = score.substitute(mixture, {x: x.args[0] for x in score.topological(mixture) if x.op == "dropout"}, build)
+    if shared or any(x.op == "nan_to_num" for x in score.topological(mixture)) or not linear(mixture):
         return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes",
                        consumer)  # fmt: skip
     parts: list[Weights] = []
@@ -156,6 +158,8 @@ def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
             return build("where", e.args[0], *(const(0.0) if x is None else x for x in parts[1:]))
     if all(x is None for x in parts):
         return None
+    if e.op == "dropout":
+        return Expr("dropout", tuple(x for x in parts if x is not None), e.value)
     return build(e.op, *(y if x is None else x for x, y in zip(parts, e.args, strict=True)))
 
 

@@ -804,6 +804,24 @@ def differential_one_dropout(g):
     )
 
 
+@form(blocks=2, random=True)
+def differential_two_dropouts(g):
+    return (
+        lambda q, k, v, w: (
+            (F.dropout(sc(q, k).softmax(-1), 0.5) - 0.3 * F.dropout(sc(q, w).softmax(-1) * 2, 0.2)) @ v
+        )
+    ), (*g.qkv(), g.qkv()[1])
+
+
+@form(blocks=2, random=True)
+def differential_halves_of_one_dropout(g):
+    def fn(q, k, v):
+        a, b = F.dropout(sc(q, k).softmax(-1), 0.5).chunk(2, 1)
+        return (a - 0.3 * b) @ v
+
+    return fn, (*g.qkv()[:2], g.r(g.B, g.H // 2, g.S, 6))
+
+
 @form(skip="several_softmaxes")
 def softmaxes_multiplied(g):
     return (lambda q, k, v, w: (sc(q, k).softmax(-1) * sc(q, w).softmax(-1)) @ v), (*g.qkv(), g.qkv()[1])
