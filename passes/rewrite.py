@@ -114,7 +114,10 @@ def _candidates(
             found = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", root)
         if isinstance(found, _Candidate):
             # a block with a sink, or of pieces, is in the place of those that it is made from
-            candidates = [c for c in candidates if c.root not in inner] + [found]
+            parts = proven & {*inner}
+            if any(u is not root and u not in found.chain for n in parts for u in n.users):
+                continue
+            candidates = [c for c in candidates if c.root not in parts] + [found]
             proven.add(root)
         elif found is not None:
             for anchor in _anchors_before(r, root, probabilities):

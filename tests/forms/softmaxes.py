@@ -1036,6 +1036,16 @@ def pieces_with_a_factor(g):
 
 
 @form(blocks=2)
+def pieces_of_which_one_is_returned(g):
+    def fn(q, k, v, mk, mv):
+        a, b = torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        x = a @ mv
+        return x + b @ v, x
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
 def pieces_that_overlap(g):
     def fn(q, k, v):
         p = sc(q, k).softmax(-1)
