@@ -231,27 +231,34 @@ _FINITE = 3.4028235e38  # the largest float32, nearly
 
 def _magnitude(r: Reader, e: Expr) -> float:
     """What `e` does not exceed either way as long as no product of queries and keys exceeds 1e30."""
-    match e.op:
-        case "const":
-            return abs(float(e.value))
-        case "dot":
-            return 1e30
-        case "load" | "name":
-            t = tensor(r.held[e.value[1:]][0]) if e.op == "load" else None
-            return math.inf if e.op == "load" and (t is None or t.dtype.is_floating_point) else 1e19
-        case "where" | "minimum" | "maximum":
-            return max(_magnitude(r, x) for x in (e.args[1:] if e.op == "where" else e.args))
-        case "+" | "-":
-            return sum(_magnitude(r, x) for x in e.args)
-        case "*":
-            return math.prod(_magnitude(r, x) for x in e.args)
-        case "/" if least := _least(e.args[1]):
-            return _magnitude(r, e.args[0]) / least
-        case "neg" | "abs" | "float" | "int":
-            return _magnitude(r, e.args[0])
-        case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
-            return 1.0
-    return math.inf
+    found: dict[Expr, float] = {}
+    for x in score.topological(e):
+        args = [found[a] for a in x.args]
+        match x.op:
+            case "const":
+                found[x] = abs(float(x.value))
+            case "dot":
+                found[x] = 1e30
+            case "load" | "name":
+                t = tensor(r.held[x.value[1:]][0]) if x.op == "load" else None
+                found[x] = math.inf if x.op == "load" and (t is None or t.dtype.is_floating_point) else 1e19
+            case "where":
+                found[x] = max(args[1:])
+            case "minimum" | "maximum":
+                found[x] = max(args)
+            case "+" | "-":
+                found[x] = sum(args)
+            case "*":
+                found[x] = math.prod(args)
+            case "/" if least := _least(x.args[1]):
+                found[x] = args[0] / least
+            case "neg" | "abs" | "float" | "int":
+                found[x] = args[0]
+            case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
+                found[x] = 1.0
+            case _:
+                found[x] = math.inf
+    return found[e]
 
 
 def _least(e: Expr) -> float:
@@ -273,7 +280,7 @@ def _without_factor(e: Expr, factor: Expr) -> Expr | None:
         return None
     a, b = e.args
     for side, other in ((a, b), (b, a))[: 2 if e.op == "*" else 1]:
-        if factor in score.topological(other):
+        if factor in score.topological(other) or factor not in score.topological(side):
             continue
         if side is factor:
             return other if e.op == "*" else build("/", const(1.0), other)
@@ -448,16 +455,14 @@ def _body(r: Reader, total: Reduce, n: ix.Index) -> Expr | None:
     return r.read(total.node, inside, total.user)
 
 
-def terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter[Expr]:
+def terms(e: Expr) -> Counter[Expr]:
     """The summands of `e` with their multiplicity."""
-    into = Counter() if into is None else into
-    if e.op in ("+", "-"):
-        terms(e.args[0], sign, into)
-        terms(e.args[1], sign if e.op == "+" else -sign, into)
-    elif e.op == "neg":
-        terms(e.args[0], -sign, into)
-    else:
-        into[e] += sign
-        if into[e] == 0:
-            del into[e]
-    return into
+    found: dict[Expr, Counter[Expr]] = {}
+    for x in score.topological(e):
+        if x.op not in ("+", "-", "neg"):
+            found[x] = Counter((x,))
+            continue
+        counts = Counter(found[x.args[0]]) if x.op != "neg" else Counter[Expr]()
+        (counts.update if x.op == "+" else counts.subtract)(found[x.args[-1]])
+        found[x] = Counter({t: count for t, count in counts.items() if count})
+    return found[e]

@@ -39,7 +39,10 @@ class Product:
 def summed(scores: Expr, main: Expr, depths: Mapping[Expr, tuple[Index, ...]]) -> tuple[Expr, dict[Expr, float]]:
     """`scores` with `s` for `main` or, if nothing else is done with them, for the sum of it and others of `depths`; and
     what of each is in `s`. `depths`: the products that may be put side by side, with the axes they sum."""
-    for e in reversed(score.topological(scores)):
+    parts = score.topological(scores)
+    if len(depths) == 1 or len(parts) > 2 * score.MAX_NODES:
+        parts = []
+    for e in reversed(parts):
         if e.op not in ("+", "-"):
             continue
         summands = terms(e)
