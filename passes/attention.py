@@ -11,53 +11,55 @@ The axes of the root are only names. What each of them is follows from who has i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.beside import Beside
 from torchflash.passes.contraction import CONTRACTIONS, Contraction, Operand, contraction
-from torchflash.passes.graph import operation, tensor
+from torchflash.passes.graph import argument, operation, tensor
 from torchflash.passes.index import Index
+from torchflash.passes.pieces import end_to_end
 from torchflash.passes.reader import Dot, Indices, Reader
 from torchflash.passes.softmax import Failure, Weights, find_softmaxes
+from torchflash.passes.sums import Product, summed
 from torchflash.passes.views import VIEWS, peel_steps
-from torchflash.score import Expr, build, name
+from torchflash.score import Expr, build, const, name
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_PIECES = 8
 CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
 
 
 @dataclass(frozen=True)
 class Roles:
     """What the axes of a block are. `batch`, `heads`, `queries`, `columns` (of v) are axes of the root, in the order
-    in which they fold; `heads` may end in axes that k or v lack. `keys` and `depth` are the contracted ones."""
+    in which they fold; `heads` may end in axes that k or v lack. `keys` are contracted."""
 
     batch: tuple[Index, ...]
     heads: tuple[Index, ...]
     queries: tuple[Index, ...]
     columns: tuple[Index, ...]
     keys: Index
-    depth: tuple[Index, ...]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `first`
-    the contraction of queries and keys; `scores` and `post` are expressions over the axes in `roles`, with `s` for
-    the raw product and loads named after nodes."""
+    """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `scores`
+    and `post` are expressions over the axes in `roles`, with `s` for the sum of the `products` of queries and keys,
+    mostly one, and loads named after nodes. The `values` are one tensor, or several end to end."""
 
     root: Node
     dims: tuple[tuple[Index, ...], ...]
-    first: Node
     softmax: Node
-    q: Operand
-    k: Operand
-    v: Operand
+    products: tuple[Product, ...]
+    values: tuple[Operand, ...]
     qk_dtype: torch.dtype
     v_dtype: torch.dtype
     roles: Roles
@@ -110,29 +112,23 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
 ) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
+    if operation(root) == "add":
+        block = _in_pieces(r, root, dims, probabilities)
+        return ((block,), ()) if isinstance(block, Attention) else block
     index = tuple(ix.fold(d) for d in dims)
-    second, denominator = _second(r, root, index)
+    second, factor = _second(r, root, index, probabilities)
     if second is None or len(second.summed) != 1:
         return None
     if operation(second.node) in ("baddbmm", "addmm"):
         return Failure(
             "unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node
         )
-    n = second.summed[0]
     failure: Failure | _Split | None = None
-    for weights_side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
-        if weights_side.node not in probabilities:
-            continue
-        weights = r.read(weights_side.node, weights_side.index, weights_side.user)
-        if denominator is not None:
-            weights = build("/", weights, denominator)
-        if not r.depends(weights):
-            continue
-        found = find_softmaxes(r, weights, n, second.node)
+    for v, found in _sides(r, second, probabilities, factor, "/" if operation(root) == "div" else "*"):
         if isinstance(found, Failure):
             failure = failure or found
             continue
-        parts = [_block(r, root, dims, second, _values(v, n, w), w) for w in found]
+        parts = [_block(r, root, dims, second, (_values(v, second.summed[0], w),), w) for w in found]
         blocks = tuple(b for b in parts if isinstance(b, Attention))
         others = [g for b, w in zip(parts, found, strict=True) if not isinstance(b, Attention)
                   and (g := _given(r, b, w, blocks)) is not None]  # fmt: skip
@@ -142,27 +138,105 @@ def _prove(
     return failure
 
 
-def _second(r: Reader, root: Node, index: Indices) -> tuple[Contraction | None, Expr | None]:
-    """The contraction with the values that `root` is, or that `root` divides by a normaliser."""
+def _sides(
+    r: Reader,
+    second: Contraction,
+    probabilities: frozenset[Node],
+    factor: Expr | None = None,
+    op: str = "*",
+) -> Iterator[tuple[Operand, tuple[Weights, ...] | Failure]]:
+    """The operand that may be values, and what softmaxes the other one, with the factor, is the sum of."""
+    for side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
+        if side.node not in probabilities:
+            continue
+        weights = r.read(side.node, side.index, side.user)
+        if factor is not None:
+            weights = build(op, weights, factor)
+        if r.depends(weights):
+            yield v, find_softmaxes(r, weights, second.summed[0], second.node)
+
+
+def _in_pieces(
+    r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
+) -> Attention | Failure | _Split | None:
+    """The block that `root` is when it adds what parts of the weights give with values of their own."""
+    pieces: list[tuple[Contraction, Operand, Weights]] = []
+    for x in addends(r, root):
+        at = ix.broadcast(ix.shape_of(tensor(x)), tuple(ix.fold(d) for d in dims))  # type: ignore[arg-type]
+        dot = contracted(r, x, at, probabilities)
+        second = None if dot is None else contraction(r, dot, "n")
+        if second is None or len(second.summed) != 1 or operation(second.node) in ("baddbmm", "addmm"):
+            return None
+        found = [(v, w[0]) for v, w in _sides(r, second, probabilities) if not isinstance(w, Failure) and len(w) == 1]
+        if len(found) != 1:
+            return None
+        ((v, weights),) = found
+        pieces.append((second, _values(v, second.summed[0], weights), weights))
+    second, _, weights = pieces[0]
+    shared = {(s.dtype, w.softmax, w.scores, w.keys, w.post, w.dropout_p) for s, _, w in pieces}
+    if len(shared) > 1 or weights.post is not name("p"):
+        return None
+    return _block(r, root, dims, second, tuple(v for _, v, _ in pieces), weights)
+
+
+def addends(r: Reader, x: Node) -> list[Node]:
+    """What an addition adds, and the additions in it; none where these are more than MAX_PIECES."""
+    found: list[Node] = []
+    stack: list[Any] = [x]
+    while stack:
+        y = stack.pop()
+        if not isinstance(y, Node) or tensor(y) is None or len(found) + len(stack) >= MAX_PIECES:
+            return []
+        args, kwargs = r.arguments(y)
+        if operation(y) != "add":
+            found.append(y)
+        elif argument(args, kwargs, 2, "alpha", default=1) != 1:
+            return []
+        else:
+            stack += [argument(args, kwargs, 1, "other"), args[0]]
+    return found
+
+
+def _second(
+    r: Reader, root: Node, index: Indices, probabilities: frozenset[Node]
+) -> tuple[Contraction | None, Expr | None]:
+    """The contraction with the values that `root` is, or that `root` divides by a normaliser or multiplies with the
+    part that a sink leaves; and this divisor or factor."""
     if operation(root) in CONTRACTIONS:
         return contraction(r, Dot(root, index), "n"), None
-    args, _ = r.arguments(root)
-    numerator, divisor = args[0], args[1]
-    t = tensor(divisor)
-    if t is None or not isinstance(numerator, Node):
-        return None, None
-    node, at = numerator, ix.broadcast(ix.shape_of(tensor(numerator)), index)  # type: ignore[arg-type]
-    while operation(node) not in CONTRACTIONS:
-        args, kwargs = r.arguments(node)
-        if operation(node) in CASTS:
-            node = args[0]
-        elif (step := VIEWS.get(operation(node))) is not None:
-            node, at = step(r, node, args, kwargs, at)
+    for inner, other in factors(r, root):
+        t, result = tensor(other), tensor(inner)
+        if t is None or result is None:
+            continue
+        found = contracted(r, inner, ix.broadcast(ix.shape_of(result), index), probabilities)
+        if found is not None:
+            return contraction(r, found, "n"), r.read(other, ix.broadcast(ix.shape_of(t), index), root)
+    return None, None
+
+
+def factors(r: Reader, node: Node) -> tuple[tuple[Any, Any], ...]:
+    """(numerator, divisor) of a division, (factor, other factor) of a product both ways round."""
+    if operation(node) not in ("div", "mul"):
+        return ()
+    args, kwargs = r.arguments(node)
+    a, b = args[0], argument(args, kwargs, 1, "other")
+    return ((a, b),) if operation(node) == "div" else ((a, b), (b, a))
+
+
+def contracted(r: Reader, x: Any, index: Indices, probabilities: frozenset[Node]) -> Dot | None:
+    """The contraction of probabilities that `x` is but for casts and views, at its own index."""
+    while isinstance(x, Node) and tensor(x) is not None:
+        args, kwargs = r.arguments(x)
+        if operation(x) in CONTRACTIONS:
+            inputs = pytree.tree_leaves((args, kwargs))
+            return Dot(x, tuple(index)) if any(isinstance(a, Node) and a in probabilities for a in inputs) else None
+        if operation(x) in CASTS:
+            x = args[0]
+        elif (step := VIEWS.get(operation(x))) is not None:
+            x, index = step(r, x, args, kwargs, index)
         else:
-            return None, None
-        if not isinstance(node, Node):
-            return None, None
-    return contraction(r, Dot(node, tuple(at)), "n"), r.read(divisor, ix.broadcast(ix.shape_of(t), index), root)
+            return None
+    return None
 
 
 def _values(v: Operand, n: Index, weights: Weights) -> Operand:
@@ -172,8 +246,15 @@ def _values(v: Operand, n: Index, weights: Weights) -> Operand:
 
 
 def _block(
-    r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], second: Contraction, v: Operand, weights: Weights
+    r: Reader,
+    root: Node,
+    dims: tuple[tuple[Index, ...], ...],
+    second: Contraction,
+    pieces: tuple[Operand, ...],
+    weights: Weights,
+    sums: bool = True,
 ) -> Attention | Failure | _Split:
+    """The block with these weights, and values in `pieces`; with `sums`, of products that the scores add."""
     n = weights.keys
     leaves = [x for x in score.topological(weights.scores) if x.op in ("dot", "reduce", "softmax")]
     for leaf in leaves:
@@ -181,7 +262,7 @@ def _block(
             return Failure("unknown_op", "the scores contain a reduction of themselves", leaf.value.node)
     products = {x: c for x in leaves if (c := contraction(r, x.value, "d")) is not None}
     sides = {x: s for x, c in products.items() if (s := _queries_and_keys(c, n)) is not None}
-    values = v.axes()
+    values: frozenset[Index] = frozenset().union(*(v.axes() for v in pieces))
     proper = [x for x, (q, k) in sides.items() if (q.axes() - k.axes() - values)] or list(sides)
     if not proper and any("@" in x.value for x in score.loads(weights.scores)):
         return Failure("mutation", "the scores are written in place through a view of them", weights.softmax)
@@ -196,15 +277,24 @@ def _block(
         proper, key=lambda x: (any(_needs_gradient(o) for o in sides[x]), len(products[x].summed), _extent(products[x]))
     )
     q, k = sides[main]
-    beside = Beside(r, q, k, v, n)
+    rows = q.axes() - k.axes() - values
+    alike = [x for x in proper if products[x].dtype == products[main].dtype and not rows & sides[x][1].axes()]
+    plain = {x: tuple(_plainest(r, o, n) for o in sides[x]) for x in alike}
+    of_main = [x for x in alike if _same(r, plain[x][0], plain[main][0]) and plain[x][1].pads]
+    keys = end_to_end([plain[x][1] for x in of_main], n) if len(of_main) > 1 and main in of_main else None
+    if keys is not None:
+        whole, scales = score.substitute(weights.scores, dict.fromkeys(of_main, name("s")), build), {main: 1.0}
+    else:
+        whole, scales = summed(weights.scores, main, {x: products[x].summed for x in alike if sums or x is main})
+    beside = Beside(r, q, k, rows, n)
     loaded: dict[Expr, Expr] = {}
-    for x in leaves:
-        if x is not main:
+    for x in score.topological(whole):
+        if x.op == "dot":
             bias = beside.load(x, products.get(x))
             if isinstance(bias, Failure):
                 return bias
             loaded.update(bias)
-    scores = score.substitute(weights.scores, {main: name("s"), **loaded}, build)
+    scores = score.substitute(whole, loaded, build)
     if r.depends(scores):
         return Failure(
             "several_contractions", "a contraction that the scores add cannot be told apart", weights.softmax
@@ -216,22 +306,28 @@ def _block(
     device = tensor(root).device.type  # type: ignore[union-attr]
     if device not in ("cpu", "cuda"):
         return Failure("device", f"runs on {device}", root)
-    q, k, v = (_plainest(r, o, n) for o in (q, k, v))
-    for o in (q, k, v):
+    last = end_to_end([_plainest(r, v, n) for v in pieces], n)
+    if last is None:
+        return Failure("layout", "the values in pieces are not those of all keys", pieces[0].node)
+    factors = tuple(
+        Product(plain[x][0], (plain[x][1],), products[x].summed, scale, (products[x].node,))
+        for x, scale in scales.items()
+    )
+    if keys is not None:
+        factors = (Product(plain[main][0], keys, first.summed, 1.0, tuple(products[x].node for x in of_main)),)
+    for o in (*(o for p in factors for o in (p.q, *p.keys)), *last):
         if not _whole(o) and (split := _split_of(o, dims)) is not None:
             return split
     axes = tuple(a for d in dims for a in d)
-    roles = _roles(axes, n, first.summed, q, k, v, ix.expr_axes(scores) | ix.expr_axes(weights.post))
+    roles = _roles(axes, n, factors, last, ix.expr_axes(scores) | ix.expr_axes(weights.post))
     if isinstance(roles, Failure):
-        return roles
+        return roles if len(factors) == 1 else _block(r, root, dims, second, pieces, weights, sums=False)
     return Attention(
         root,
         dims,
-        first.node,
         weights.softmax,
-        q,
-        k,
-        v,
+        factors,
+        last,
         first.dtype,
         second.dtype,
         roles,
@@ -246,7 +342,7 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
         return None
     roles = blocks[0].roles
     weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
-    factor = score.substitute(w.post, {name("p"): score.const(1.0)}, build)
+    factor = score.substitute(w.post, {name("p"): const(1.0)}, build)
     groups = (roles.batch, roles.heads, roles.queries)
     if (
         r.depends(w.scores)
@@ -260,6 +356,13 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
     ):
         return None
     return Given(weights, factor, blocks[0], w.softmax)
+
+
+def _same(r: Reader, a: Operand, b: Operand) -> bool:
+    """Whether both read the same values."""
+    first, last = sorted(r.versions.order[o.user] for o in (a, b))
+    unwritten = not r.versions.written_between(a.node, first, last)
+    return unwritten and (a.node, a.index, a.pads, a.parts) == (b.node, b.index, b.pads, b.parts)
 
 
 def _needs_gradient(o: Operand) -> bool:
@@ -303,14 +406,15 @@ def _queries_and_keys(c: Contraction, n: Index) -> tuple[Operand, Operand] | Non
 
 def _plainest(r: Reader, o: Operand, n: Index) -> Operand:
     """The operand before the views in front of it, as far as each of its dims still is one axis, part of a head axis
-    or a constant. Where it has not all of the keys `n`, it has no others before the views either."""
+    or a constant; a slice of it where no view is. Where it has not all of the keys `n`, it has no others before the
+    views either."""
     best = o.padded(n) or o
     pads = [p[1:] for p in best.pads]
-    for step in peel_steps(r, o):
-        padded = step.padded(n)
-        if padded is not None and [p[1:] for p in padded.pads] == pads and _whole(padded):
-            best = padded
-    return best
+    steps = [p for s in peel_steps(r, o) if (p := s.padded(n)) is not None and [x[1:] for x in p.pads] == pads]
+    if whole := [p for p in steps if _whole(p)]:
+        return whole[-1]
+    sliced = [s for p in steps if (s := p.sliced()) is not None and _whole(s)]
+    return sliced[-1] if sliced else best
 
 
 def _split_of(o: Operand, dims: tuple[tuple[Index, ...], ...]) -> _Split | None:
@@ -354,32 +458,37 @@ def _group(i: Index) -> tuple[Index, Index] | None:
 
 
 def _roles(
-    index: Indices, n: Index, depth: Sequence[Index], q: Operand, k: Operand, v: Operand, scored: frozenset[Index]
+    index: Indices, n: Index, products: Sequence[Product], values: Sequence[Operand], scored: frozenset[Index]
 ) -> Roles | Failure:
     def layout(reason: str, o: Operand | None = None) -> Failure:
         return Failure("layout", reason, o.node if o is not None else None)
 
-    has_q, has_k, has_v = q.axes(), k.axes(), v.axes()
-    for o, wanted in ((q, tuple(depth)), (k, (n, *depth)), (v, (n,))):
+    has_q: frozenset[Index] = frozenset().union(*(p.q.axes() for p in products))
+    has_k: frozenset[Index] = frozenset().union(*(k.axes() for p in products for k in p.keys))
+    has_v: frozenset[Index] = frozenset().union(*(v.axes() for v in values))
+    wants = [x for p in products for x in ((p.q, p.depth), *((k, (n, *p.depth)) for k in p.keys))]
+    for o, wanted in (*wants, *((v, (n,)) for v in values)):
         if not _whole(o) or not all(w in o.index for w in wanted):
             return layout("an operand is not indexed by whole axes", o)
-    columns = tuple(a for a in index if a in v.index and a not in has_q and a not in has_k and a not in scored)
-    queries = tuple(a for a in index if a in q.index and a not in has_k and a not in has_v)
+    columns = tuple(a for a in index if all(a in v.index for v in values) and a not in has_q | has_k | scored)
+    queries = tuple(a for a in index if a in has_q and a not in has_k and a not in has_v)
     if not columns:
-        return layout("the values have no column of their own", v)
+        return layout("the values have no column of their own", values[0])
     rest = [a for a in index if a not in columns and a not in queries]
     if any(a in has_k and a not in has_q and a not in has_v for a in rest):
-        return Failure("no_scores", "the keys depend on the query", k.node)
-    if any(_group(i) for i in q.index):
-        return layout("the queries are grouped", q)
-    grouped = {g[0] for o in (k, v) for i in o.index if (g := _group(i)) is not None}
+        return Failure("no_scores", "the keys depend on the query", products[0].keys[0].node)
+    for p in products:
+        if any(_group(i) for i in p.q.index):
+            return layout("the queries are grouped", p.q)
+    rows = (*(k for p in products for k in p.keys), *values)
+    grouped = {g[0] for o in rows for i in o.index if (g := _group(i)) is not None}
     if len(grouped) > 1 or any(g not in rest for g in grouped):
-        return layout("keys and values are grouped along several axes", k)
+        return layout("keys and values are grouped along several axes", products[0].keys[0])
     # axes that k or v lack go last; both must lack a suffix of the heads, or be expanded
     lacking = [[a for a in rest if a not in has] for has in (has_k, has_v)]
     if grouped:
         (head,) = grouped
-        return Roles(tuple(a for a in rest if a is not head), (head,), queries, columns, n, tuple(depth))
+        return Roles(tuple(a for a in rest if a is not head), (head,), queries, columns, n)
     both = [a for a in rest if a in lacking[0] and a in lacking[1]]
     one = [a for a in rest if (a in lacking[0]) != (a in lacking[1])]
     full = [a for a in rest if a in has_k and a in has_v]
@@ -389,5 +498,5 @@ def _roles(
     if tail:
         # an axis that all three have may lead the heads, so that it need not be expanded
         lead = full[-1:]
-        return Roles(tuple(full[:-1]), tuple(lead + tail), queries, columns, n, tuple(depth))
-    return Roles(tuple(full[:-1]), tuple(full[-1:]), queries, columns, n, tuple(depth))
+        return Roles(tuple(full[:-1]), tuple(lead + tail), queries, columns, n)
+    return Roles(tuple(full[:-1]), tuple(full[-1:]), queries, columns, n)

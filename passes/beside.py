@@ -25,11 +25,11 @@ from torchflash.score import Expr
 
 
 class Beside:
-    """The contractions of one block beside that of `q` and `k`, whose keys are the axis `n`."""
+    """The contractions of one block beside that of `q` and `k`, whose keys are the axis `n`; `queries` are the axes
+    that neither keys nor values have."""
 
-    def __init__(self, r: Reader, q: Operand, k: Operand, v: Operand, n: Index) -> None:
-        self.r, self.n = r, n
-        self.queries = q.axes() - k.axes() - v.axes()
+    def __init__(self, r: Reader, q: Operand, k: Operand, queries: frozenset[Index], n: Index) -> None:
+        self.r, self.n, self.queries = r, n, queries
         self.bases = self._bases(q) | self._bases(k)
 
     def _bases(self, *operands: Operand) -> set[Node]:

@@ -1,7 +1,9 @@
-"""Opens calls that have attention inside but are one node of Dynamo's graph.
+"""Opens calls that have attention inside but are one node of Dynamo's graph, and spells out what needs a tensor for
+its dtype alone.
 
     o, w = F.multi_head_attention_forward(q, k, v, …)    ->    the operations it consists of
     o = F.scaled_dot_product_attention(q, k, v, mask)    ->    matmul, mask, softmax, matmul
+    mask.type_as(scores)                                 ->    mask.to(dtype=…, device=…)
 
 They are traced on the fake tensors, so they are what torch does for these arguments. A call that cannot be traced stays
 as it is. Calls of scaled_dot_product_attention are closed again unless what is inside was rewritten.
@@ -45,6 +47,17 @@ def open_composites(gm: GraphModule) -> None:
             gm.graph.erase_node(user)
         gm.graph.erase_node(node)
         gm.recompile()
+
+
+def name_dtypes(gm: GraphModule) -> None:
+    """Replaces in `gm` every conversion to the dtype and device of another tensor by one that names them."""
+    for node in gm.graph.nodes:
+        if node.op != "call_method" or node.target not in ("to", "type_as") or len(node.args) != 2 or node.kwargs:
+            continue
+        x, other = (tensor(a) if isinstance(a, Node) else None for a in node.args)
+        if x is not None and other is not None and x.layout is other.layout is torch.strided:
+            node.target = "to"
+            node.args, node.kwargs = node.args[:1], {"dtype": other.dtype, "device": other.device}
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,19 @@ CONTRACTIONS = frozenset(("matmul", "bmm", "mm", "einsum", "inner", "linear", "b
 @dataclass(frozen=True)
 class Operand:
     """A tensor read at an index; `user` is the node that consumes it there. `pads`: (dim, zeros before, zeros behind)
-    where the index runs over more than the tensor has."""
+    where the index runs over more than the tensor has. `parts`: (dim, start, step, length) where it runs over less."""
 
     node: Node
     index: Indices
     user: Node
     pads: tuple[tuple[int, ix.Index, ix.Index], ...] = ()
+    parts: tuple[tuple[int, ix.Index, ix.Index, ix.Index], ...] = ()
 
     def shape(self) -> tuple[ix.Index, ...]:
-        """With the zeros."""
+        """Of the parts, with the zeros."""
         sizes = list(ix.shape_of(tensor(self.node)))  # type: ignore[arg-type]
+        for d, _start, _step, length in self.parts:
+            sizes[d] = length
         for d, before, behind in self.pads:
             sizes[d] = ix.sympy.expand(before + sizes[d] + behind)
         return tuple(sizes)
@@ -52,6 +55,30 @@ class Operand:
             index = (*self.index[:d], axis, *self.index[d + 1 :])
             return Operand(self.node, index, self.user, ((d, before, behind),))
         return self
+
+    def sliced(self) -> Operand | None:
+        """The slice that an index of start + step * axis, or of start + step * (axis // group), leads to in each dim,
+        with that axis or group as its index; None where the index is another."""
+        t = tensor(self.node)
+        assert t is not None
+        index, parts = list(self.index), []
+        padded = {d for d, _before, _behind in self.pads}
+        for d, (i, size) in enumerate(zip(self.index, self.shape(), strict=True)):
+            if d in padded:
+                continue
+            start, step, along = ix.affine(i)
+            length = ix.ONE if along == 0 else ix.extent(along)
+            if length is None or not ix.nonnegative(step - 1):
+                return None
+            last = ix.sympy.expand(start + step * (length - 1))
+            if start == 0 and step == 1 and last == size - 1:
+                continue
+            behind = ix.sympy.expand(size - 1 - last)
+            if not all(ix.nonnegative(x) or ix.guarded(t, x >= 0) for x in (start, length - 1, behind)):
+                return None
+            index[d] = along
+            parts.append((d, start, step, length))
+        return Operand(self.node, tuple(index), self.user, self.pads, tuple(parts))
 
     def axes(self) -> frozenset[ix.Index]:
         return frozenset().union(*(ix.axes(i) for i in self.index))

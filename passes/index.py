@@ -11,8 +11,9 @@ remainders fold where the ranges of the axes decide them, so that reshaping ther
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -36,7 +37,7 @@ def size_of(value: Any) -> Index:
     """A size of the traced graph (int or SymInt) as sympy."""
     if isinstance(value, torch.SymInt):
         size = exact_quotients(sympy.sympify(value.node.expr))
-        _NAMES.update({x.name: x for x in size.free_symbols})
+        _know(size.free_symbols)
         return size
     return sympy.Integer(int(value))
 
@@ -45,8 +46,8 @@ def size_of(value: Any) -> Index:
 def exact_quotients(e: Index) -> Index:
     """2 * s * s // s is 2 * s."""
     for x in e.atoms(FloorDiv):
-        quotient = sympy.cancel(x.args[0] / x.args[1])
-        if sympy.denom(quotient) == 1:
+        quotient = sympy.expand(sympy.cancel(x.args[0] / x.args[1]))
+        if all(sympy.denom(term) == 1 for term in sympy.Add.make_args(quotient)):
             e = e.subs(x, quotient)
     return e
 
@@ -55,13 +56,17 @@ def shape_of(tensor: torch.Tensor) -> tuple[Index, ...]:
     return tuple(size_of(s) for s in tensor.shape)
 
 
-@functools.cache
 def axis(role: str, size: Index) -> Index:
     """The axis `role` running over `range(size)`. An axis of size 1 keeps its name, so that its role can be told."""
-    a = sympy.Symbol(f"{role}[{size}]", integer=True, nonnegative=True)
+    a = _axis(role, size)
     _SIZES[a] = size
     _NAMES[a.name] = a
     return a
+
+
+@functools.cache
+def _axis(role: str, size: Index) -> Index:
+    return sympy.Symbol(f"{role}[{size}]", integer=True, nonnegative=True)
 
 
 def axis_size(symbol: Index) -> Index:
@@ -75,6 +80,33 @@ def at(size: Index, i: Index) -> Index:
 
 def is_axis(e: Index) -> bool:
     return e in _SIZES
+
+
+def affine(e: Index) -> tuple[Index, Index, Index]:
+    """(start, step, along) such that `e` is start + step * along, with an `along` of coefficient 1 or, of a constant,
+    0."""
+    terms = sympy.Add.make_args(sympy.expand(e))
+    moving = _moving(terms)
+    start = sympy.expand(e - sum(moving))
+    if not moving:
+        return start, ONE, ZERO
+    varying = [f for t in moving for f in _moving(sympy.Mul.make_args(t))]
+    return (start, moving[0] / varying[0], varying[0]) if len(varying) == 1 else (start, ONE, sum(moving))
+
+
+def _moving(terms: Sequence[Index]) -> list[Index]:
+    """Those that vary with an axis."""
+    return [t for t in terms if any(x in _SIZES or x in _OPAQUE for x in t.free_symbols)]
+
+
+def extent(e: Index) -> Index | None:
+    """How many values an axis, or axis // group in whole groups, takes from 0 on; None of another index."""
+    if e in _SIZES:
+        return _SIZES[e]
+    if isinstance(e, FloorDiv) and e.args[0] in _SIZES:
+        groups, rest = divmod_index(_SIZES[e.args[0]], e.args[1])
+        return groups if rest == 0 else None
+    return None
 
 
 def axes(e: Index) -> frozenset[Index]:
@@ -129,7 +161,7 @@ def bounds(e: Index) -> tuple[Index | None, Index | None]:
         return ZERO, e.args[1] - 1
     low = high = ZERO
     for term in sympy.Add.make_args(sympy.expand(e)):
-        moving = [f for f in sympy.Mul.make_args(term) if any(x in _SIZES or x in _OPAQUE for x in f.free_symbols)]
+        moving = _moving(sympy.Mul.make_args(term))
         if not moving:
             low = None if low is None else low + term
             high = None if high is None else high + term
@@ -182,7 +214,21 @@ def divmod_index(e: Index, d: Index) -> tuple[Index, Index]:
     high = bounds(rest)[1]
     if nonnegative(rest) and high is not None and nonnegative(sympy.expand(d - 1 - high)):
         return quotient, rest
+    constant = rest.as_coeff_Add()[0]
+    terms = sympy.Add.make_args(rest - constant)
+    common = functools.reduce(math.gcd, map(_coefficient, terms), _coefficient(d))
+    if common > 1 and constant.is_Integer:
+        # (2 x + 1) // 4 is x // 2
+        left = constant % common
+        outer, inner = divmod_index(sympy.expand((rest - left) / common), d / common)
+        return quotient + outer, sympy.expand(common * inner + left)
     return quotient + FloorDiv(rest, d), PythonMod(rest, d)
+
+
+def _coefficient(e: Index) -> int:
+    """Of a product; 1 where it is a fraction, which no integer divides."""
+    c = e.as_coeff_Mul()[0]
+    return int(c) if c.is_Integer else 1
 
 
 @functools.lru_cache(maxsize=65536)
@@ -391,6 +437,19 @@ def replace_axis(e: Expr, axis: Index, by: Index) -> Expr:
         else:
             memo[x] = score.build(x.op, *args) if args else x
     return memo[e]
+
+
+def _know(sizes: Iterable[sympy.Symbol]) -> None:
+    for s in sizes:
+        if _NAMES.setdefault(s.name, s) != s:
+            _NAMES[s.name] = s
+            _forget()
+
+
+def _forget() -> None:
+    """What was derived from a size of the same name in another graph, which was known to be something else."""
+    for f in (exact_quotients, nonnegative, bounds, divmod_index, rejoin, reshape, to_expr, from_expr, expr_axes):
+        f.cache_clear()
 
 
 def symbol(text: str) -> Index | None:

@@ -250,8 +250,11 @@ def _graph(r: Reader, root: Node, inputs: tuple[Node, ...], kept: _Block, dropou
 def _roles(block: Attention, programs: Programs) -> dict[Node, list[str]]:
     """What each input is called in the report: q, k, v, t0 …; one tensor may be several."""
     found: dict[Node, list[str]] = {}
-    for name, o in (("q", block.q), ("k", block.k), ("v", block.v)):
-        found.setdefault(o.node, []).append(name)
+    for p in block.products:
+        for name, o in (("q", p.q), *(("k", k) for k in p.keys)):
+            found.setdefault(o.node, []).append(name)
+    for v in block.values:
+        found.setdefault(v.node, []).append("v")
     for i, c in enumerate(programs.captures):
         if isinstance(c, Node):
             found.setdefault(c, []).append(f"t{i}")

@@ -20,6 +20,8 @@ from torchflash.score import Expr, build, const
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+SPLITS = frozenset(("chunk", "split", "tensor_split", "split_with_sizes", "unbind"))
+
 
 @reads("getitem")
 def _getitem(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
@@ -96,6 +98,8 @@ def _item_of_tuple(r: Reader, node: Node, source: Any, key: Any, index: Indices)
         return reduction(r, source, args, kwargs, index)
     if name in ("native_dropout",):
         raise Unreadable
+    if r.versions.written_between(node, r.versions.order[source], r.versions.order[node]):
+        raise Unreadable
     part = tuple_view(r, source, key, index)
     return r.read(part[0], part[1], source)
 
@@ -104,7 +108,7 @@ def tuple_view(r: Reader, source: Node, key: int, index: Indices) -> View:
     """The part `key` of chunk, split, unbind, meshgrid or broadcast_tensors as a view of what it was made from."""
     args, kwargs = r.arguments(source)
     name, parts = operation(source), value(source)
-    if name in ("chunk", "split", "tensor_split", "split_with_sizes", "unbind") and tensor(args[0]) is not None:
+    if name in SPLITS and tensor(args[0]) is not None:
         shape = shape_of(args[0])
         d = positive_dim(argument(args, kwargs, 1 if name == "unbind" else 2, "dim", default=0), len(shape))
         key %= len(parts)

@@ -59,6 +59,9 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     chooser = _Chooser(r, block)
     try:
         chosen = [chooser.choose(e) for e in (block.scores, block.post)]
+    except _Overwritten as e:
+        (node,) = e.args
+        return Failure("mutation", f"{node.name} is written in place between its use and the end of the block", node)
     except _MustLoad as e:
         return Failure(
             "unknown_op", f"a decision on a rounded value has no tensor to be loaded from: {e}", block.softmax
@@ -105,9 +108,14 @@ class _MustLoad(Exception):
     pass
 
 
+class _Overwritten(_MustLoad):
+    """A tensor holds something else when the operator runs."""
+
+
 class _Chooser:
     def __init__(self, r: Reader, block: Attention) -> None:
         self.r = r
+        self.end = r.versions.order[block.root]
         self.queries = frozenset(block.roles.queries)
         self.keys = block.roles.keys
         self.axes = frozenset((*(a for d in block.dims for a in d), block.roles.keys))
@@ -124,9 +132,12 @@ class _Chooser:
     def _choose(self, e: Expr) -> Expr:
         if _scorelike(e):
             return self._children(e)
-        if (cheaper := self._vector(e) or self._table(e)) is not None:
+        overwritten = next((x for x in map(self._loaded, score.loads(e)) if x is not None and self._changes(*x)), None)
+        if (cheaper := self._vector(e) or (None if overwritten else self._table(e))) is not None:
             return cheaper
         try:
+            if overwritten and e.op == "load":
+                raise _Overwritten(overwritten[0])
             if self._decides_on_rounding(e):
                 raise _MustLoad(str(e))
             return self._children(e)
@@ -190,9 +201,18 @@ class _Chooser:
         found = [
             o
             for o in self.r.origin.get(e, ())
-            if self._axes(o[1]) <= self.axes and not any(score.loads(ix.to_expr(i)) for i in o[1])
+            if self._axes(o[1]) <= self.axes
+            and not any(score.loads(ix.to_expr(i)) for i in o[1])
+            and not self._changes(o[0], self.r.versions.order[o[0]])
         ]
         return min(found, key=lambda o: len(self._axes(o[1])), default=None)
+
+    def _loaded(self, e: Expr) -> tuple[Node, int] | None:
+        return self.r.held.get(e.value[1:])
+
+    def _changes(self, node: Node, since: int) -> bool:
+        """Whether a tensor is written before the operator runs."""
+        return self.r.versions.written_between(node, since, self.end)
 
     def _axes(self, index: Sequence[Index]) -> frozenset[Index]:
         return frozenset().union(*(ix.axes(i) for i in index))

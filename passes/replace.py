@@ -11,6 +11,7 @@ can see it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -154,9 +155,8 @@ def _emit(
     """The operator, and its result in place of the block's; in `dtype`, if one is given."""
     roles = block.roles
     qk_dtype, v_dtype = dtype or block.qk_dtype, dtype or block.v_dtype
-    q = _operand(out, block.q, (roles.batch, roles.heads, roles.queries, roles.depth), qk_dtype, expand=True)
-    k = _operand(out, block.k, (roles.batch, roles.heads, (roles.keys,), roles.depth), qk_dtype)
-    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), v_dtype)
+    q, k = _queries(out, block, qk_dtype), _keys(out, block, qk_dtype)
+    v = _rows(out, block.values, block, roles.columns, v_dtype)
     if not programs.differentiates_scores:  # no gradient reaches the queries and keys, and none is written for them
         q, k = (out.method("detach", x) for x in (q, k))
     device = tensor(block.root).device  # type: ignore[union-attr]
@@ -187,7 +187,7 @@ def _emit(
 def _given(out: Emitter, r: Reader, g: Given, layout: str) -> Node:
     block, roles = g.beside, g.beside.roles
     p = _operand(out, g.weights, (roles.batch, roles.heads, roles.queries, (roles.keys,)), torch.float32, expand=True)
-    v = _operand(out, block.v, (roles.batch, roles.heads, (roles.keys,), roles.columns), torch.float32, expand=True)
+    v = _rows(out, block.values, block, roles.columns, torch.float32, expand=True)
     axes = (*roles.batch, *roles.heads, *roles.queries, roles.keys)
     device = tensor(block.root).device  # type: ignore[union-attr]
     factor = score.interpret(g.factor, Emission(out, axes, r.held, lambda size: _size(out, size), device))
@@ -261,6 +261,44 @@ def _symbol(out: Emitter, symbol: Index) -> Node:
     raise ValueError(f"no tensor of the graph has the size {symbol}")
 
 
+def _queries(out: Emitter, block: Attention, dtype: torch.dtype) -> Node:
+    """The queries of all products side by side, each with the scale of its product."""
+    roles, parts = block.roles, []
+    for p in block.products:
+        q = _operand(out, p.q, (roles.batch, roles.heads, roles.queries, p.depth), dtype, expand=True)
+        parts.append(q if p.scale == 1 else out.call(operator.mul, q, p.scale))
+    return parts[0] if len(parts) == 1 else out.call(torch.cat, parts, -1)
+
+
+def _keys(out: Emitter, block: Attention, dtype: torch.dtype) -> Node:
+    """The keys of all products side by side; of each head, unless all lack the same heads."""
+    expand = _differ(block, [k for p in block.products for k in p.keys])
+    parts = [_rows(out, p.keys, block, p.depth, dtype, expand) for p in block.products]
+    return parts[0] if len(parts) == 1 else out.call(torch.cat, parts, -1)
+
+
+def _rows(
+    out: Emitter,
+    pieces: Sequence[Operand],
+    block: Attention,
+    columns: Sequence[Index],
+    dtype: torch.dtype,
+    expand: bool = False,
+) -> Node:
+    """Keys or values, end to end."""
+    roles = block.roles
+    expand = expand or _differ(block, pieces)
+    if len(pieces) > 1:
+        pieces = [dataclasses.replace(o, pads=()) for o in pieces]
+    rows = [_operand(out, o, (roles.batch, roles.heads, (roles.keys,), columns), dtype, expand) for o in pieces]
+    return rows[0] if len(rows) == 1 else out.call(torch.cat, rows, 2)
+
+
+def _differ(block: Attention, operands: Sequence[Operand]) -> bool:
+    """Whether one of the operands has heads that another lacks."""
+    return len({frozenset(i for i in o.index if ix.axes(i) & {*block.roles.heads}) for o in operands}) > 1
+
+
 def _operand(
     out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype: torch.dtype, expand: bool = False
 ) -> Node:
@@ -272,15 +310,20 @@ def _operand(
     node, index = o.node, list(o.index)
     t = tensor(node)
     assert t is not None
+    if o.parts:
+        node = out.call(operator.getitem, node, _slices(out, o))
     if t.dtype != dtype:
         node = out.method("to", node, dtype)
     for d, before, behind in o.pads:
         widths = [0, 0] * (t.dim() - 1 - d) + _shape_argument(out, (before, behind))
         node = out.call(torch.nn.functional.pad, node, widths)
-    at = {}
+    at, shape = {}, list(o.shape())
     for d, i in enumerate(index):
-        at[i.args[0] if isinstance(i, ix.FloorDiv) else i] = d
-    shape = o.shape()
+        axis = i.args[0] if isinstance(i, ix.FloorDiv) else i
+        at[axis] = d
+        if expand and axis is not i:
+            node = out.method("repeat_interleave", node, _size(out, i.args[1]), d)
+            shape[d] = ix.axis_size(axis)
     # dims that are indexed by a constant hold one element
     singles = [d for d, i in enumerate(index) if i == 0]
     order: list[int] = []
@@ -315,6 +358,14 @@ def _operand(
                 node = out.method("unsqueeze", node, position)
         node = out.method("expand", node, _shape_argument(out, [s for here in sizes for s in here]))
     return _fold(out, node, sizes)
+
+
+def _slices(out: Emitter, o: Operand) -> tuple[slice, ...]:
+    key = [slice(None)] * len(o.index)
+    for d, start, step, length in o.parts:
+        stop = ix.sympy.expand(start + step * (length - 1) + 1)
+        key[d] = slice(*(_size(out, x) for x in (start, stop, step)))
+    return tuple(key)
 
 
 def _fold(out: Emitter, node: Node, sizes: Sequence[Sequence[Index]]) -> Node:
@@ -392,27 +443,28 @@ def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(_same(s, t) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if _hint(n) != 1)
 
 
+PASS_STRIDES_ON = frozenset("transpose permute getattr unsqueeze movedim t reshape flatten add mul sub div to".split())
+HIDE_STRIDES = frozenset("linear matmul bmm mm contiguous".split())
+
+
 def strides_unseen(root: Node) -> bool:
     """Whether every user of `root` gives the same for any strides: it copies, or is elementwise or a contraction.
-    Views pass the question on."""
-    for user in root.users:
-        name = operation(user)
-        if name in ("transpose", "permute", "getattr", "unsqueeze", "movedim", "t"):
-            if not strides_unseen(user):
+    Views pass the question on, and so does a reshape, which is a view or a copy."""
+    stack, seen = [root], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not node.users:
+            return False
+        for user in node.users:
+            name = operation(user)
+            if name in PASS_STRIDES_ON:
+                stack.append(user)
+            elif name not in HIDE_STRIDES:
                 return False
-        elif name in ("reshape", "flatten", "linear", "matmul", "bmm", "mm", "contiguous") and user.op.startswith(
-            "call"
-        ):
-            # a reshape gives a view or a copy; what follows sees a difference only through view() or strides
-            if name in ("reshape", "flatten") and not strides_unseen(user):
-                return False
-        elif name in ("view",):
-            return False
-        elif name not in ("add", "mul", "sub", "div", "to"):
-            return False
-        elif not strides_unseen(user):
-            return False
-    return bool(root.users)
+    return True
 
 
 def choose_layout(block: Attention) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,11 +20,12 @@ from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, Given, prove
-from torchflash.passes.composites import close_calls, open_calls, open_composites
+from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
+from torchflash.passes.composites import close_calls, name_dtypes, open_calls, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
+from torchflash.passes.lookups import SPLITS
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
@@ -61,6 +63,7 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
 
 def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
     open_composites(gm)
+    name_dtypes(gm)
     opened, left = open_calls(gm, options.sdpa)
     order = {n.name: i for i, n in enumerate(gm.graph.nodes)}
     records: list[Rewritten | Skipped] = [_skip(n, Failure("sdpa", why)) for n, why in left.items()]
@@ -103,7 +106,7 @@ def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
         name = operation(node)
         if name in ANCHORS | EXPONENTIALS:
             found.add(node)
-        elif name in HANDLERS and name not in CONTRACTIONS:
+        elif (name in HANDLERS or name in SPLITS) and name not in CONTRACTIONS:
             args, kwargs = r.arguments(node)
             if any(isinstance(a, Node) and a in found for a in torch.utils._pytree.tree_leaves((args, kwargs))):
                 found.add(node)
@@ -117,8 +120,8 @@ def _candidates(
     failures: dict[Node, Failure] = {}  # softmax -> why
     proven: set[Node] = set()
     for root in gm.graph.nodes:
-        inner = _second_contraction(r, root, probabilities)
-        if inner is None or (inner is not root and inner in proven):
+        inner = _second_contractions(r, root, probabilities)
+        if not inner or (operation(root) == "div" and inner[0] in proven):
             continue
         try:
             found = _candidate(r, root, probabilities)
@@ -128,7 +131,11 @@ def _candidates(
             log.exception("torchflash: internal error at %s, left alone", root.name)
             found = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", root)
         if isinstance(found, _Candidate):
-            candidates.append(found)
+            # a block with a sink, or of pieces, is in the place of those that it is made from
+            parts = proven & {*inner}
+            if any(u is not root and u not in found.chain for n in parts for u in n.users):
+                continue
+            candidates = [c for c in candidates if c.root not in parts] + [found]
             proven.add(root)
         elif found is not None:
             for anchor in _anchors_before(r, root, probabilities):
@@ -157,25 +164,47 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
     return _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
 
 
-def _second_contraction(r: Reader, node: Node, probabilities: frozenset[Node]) -> Node | None:
-    """The contraction of probabilities with values that a block ending in `node` would have: itself, or what it
-    divides."""
+def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) -> tuple[Node, ...]:
+    """The contractions of probabilities with values that a block ending in `node` would have: itself, what it divides,
+    what it multiplies with a function of logsumexp, what it adds."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
-        return None
+        return ()
     name = operation(node)
     args, kwargs = r.arguments(node)
     if name in CONTRACTIONS:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
-        return node if any(isinstance(a, Node) and a in probabilities for a in inputs) else None
-    if name == "div" and len(args) > 1:
-        # (exp(x) @ v) / Σ exp(x)
-        inner = args[0]
-        while isinstance(inner, Node) and operation(inner) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
-            inner = r.arguments(inner)[0][0]
-        if isinstance(inner, Node) and operation(inner) in CONTRACTIONS:
-            return _second_contraction(r, inner, probabilities)
-    return None
+        return (node,) if any(isinstance(a, Node) and a in probabilities for a in inputs) else ()
+    if name == "add":
+        found = [_inside(r, x, probabilities) for x in addends(r, node)]
+        return tuple(x for f in found for x in f) if all(found) else ()
+    for inner, other in factors(r, node):
+        # (exp(x) @ v) / Σ exp(x), (softmax(x) @ v) * sigmoid(logsumexp(x) - sink)
+        if (x := _inside(r, inner, probabilities)) and (name == "div" or _from_logsumexp(r, other)):
+            return x
+    return ()
+
+
+def _inside(r: Reader, x: Any, probabilities: frozenset[Node]) -> tuple[Node, ...]:
+    """The contraction that `x` is but for casts and views."""
+    while isinstance(x, Node) and operation(x) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
+        x = r.arguments(x)[0][0]
+    if not isinstance(x, Node) or operation(x) not in CONTRACTIONS:
+        return ()
+    return _second_contractions(r, x, probabilities)
+
+
+def _from_logsumexp(r: Reader, x: Any) -> bool:
+    stack, seen = [x], set[Node]()
+    while stack:
+        node = stack.pop()
+        if not isinstance(node, Node) or node in seen or operation(node) not in HANDLERS.keys() - CONTRACTIONS:
+            continue
+        if operation(node) == "logsumexp":
+            return True
+        seen.add(node)
+        stack += torch.utils._pytree.tree_leaves(r.arguments(node))
+    return False
 
 
 def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> list[Node]:
@@ -199,10 +228,10 @@ def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> li
 
 
 def _chain(r: Reader, block: Attention) -> frozenset[Node]:
-    """What lies between the two contractions, the first included: the nodes that hold scores or weights."""
-    after: set[Node] = {block.first}
+    """What lies between the contractions, the first ones included: the nodes that hold scores or weights."""
+    after: set[Node] = {n for p in block.products for n in p.nodes}
     order = r.versions.order
-    for node in r.versions.nodes[order[block.first] + 1 : order[block.root]]:
+    for node in r.versions.nodes[min(map(order.__getitem__, after)) + 1 : order[block.root]]:
         args, kwargs = r.arguments(node)
         flat = torch.utils._pytree.tree_leaves((args, kwargs))
         if any(isinstance(a, Node) and a in after for a in flat):
@@ -265,7 +294,8 @@ def _apply(
             records.append((order[c.root], record))
             if options.verify:
                 keep(r, gm, block, programs_, call, emitted, alive, record)
-    dead = _dead(r, {c.root for c in rewritten}, _alive(r, rewritten))
+    alive = _alive(r, rewritten)
+    dead = _dead(r, {c.root for c in rewritten}, alive)
     for c in rewritten:
         c.root.replace_all_uses_with(emitted.results[c.root])
     for n in reversed(r.versions.nodes):
@@ -274,7 +304,7 @@ def _apply(
     done = {n for c in rewritten for n in (*c.chain, *(b.softmax for b, _ in c.parts))}
     unknown = Failure("no_values", "the result is not contracted with values")
     for node in order:
-        if node not in done and (node in failures or operation(node) in ANCHORS):
+        if node in alive and node not in done and (node in failures or operation(node) in ANCHORS):
             records.append((order[node], _skip(node, failures.get(node, unknown))))
     if candidates:
         gm.graph.lint()
@@ -314,7 +344,8 @@ def _reads(r: Reader, g: Given) -> list[tuple[Node, int]]:
 
 
 def _operands(r: Reader, block: Attention) -> list[tuple[Node, int]]:
-    return [(o.node, r.versions.order[o.user]) for o in (block.q, block.k, block.v)]
+    operands = (*(o for p in block.products for o in (p.q, *p.keys)), *block.values)
+    return [(o.node, r.versions.order[o.user]) for o in operands]
 
 
 def _effects(r: Reader, n: Node) -> bool:

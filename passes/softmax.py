@@ -9,6 +9,7 @@ cancel (the maximum everybody subtracts).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.graph import tensor
 from torchflash.passes.reader import Reader, Reduce, Softmax
+from torchflash.passes.row_constants import strip_row_constants
 from torchflash.score import Expr, build, const, name
 
 
@@ -69,8 +71,10 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
         ((where, (scores, node)),) = matches.items()
         whole = _weights(r, score.substitute(e, {where: name("p")}, build), where, scores, node, n, consumer)
         return whole if isinstance(whole, Failure) else (whole,)
+    shared = any(x.op == "dropout" and len(matches.keys() & {*score.topological(x)}) > 1 for x in score.topological(e))
     mixture = score.substitute(e, dict.fromkeys(matches, name("p")), build)
-    if any(x.op in ("dropout", "nan_to_num") for x in score.topological(mixture)) or not linear(mixture):
+    mixture = score.substitute(mixture, {x: x.args[0] for x in score.topological(mixture) if x.op == "dropout"}, build)
+    if shared or any(x.op == "nan_to_num" for x in score.topological(mixture)) or not linear(mixture):
         return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes",
                        consumer)  # fmt: skip
     parts: list[Weights] = []
@@ -154,6 +158,8 @@ def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
             return build("where", e.args[0], *(const(0.0) if x is None else x for x in parts[1:]))
     if all(x is None for x in parts):
         return None
+    if e.op == "dropout":
+        return Expr("dropout", tuple(x for x in parts if x is not None), e.value)
     return build(e.op, *(y if x is None else x for x, y in zip(parts, e.args, strict=True)))
 
 
@@ -162,8 +168,21 @@ def _weights(
 ) -> Weights | Failure:
     """`post` is the weights as a function of p, which is the softmax `where` of `scores`."""
     keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
-    if r.depends(post):
-        return Failure("nonlinear_weights", "the scores are used again after the softmax", consumer)
+    post = _gates_loaded(r, post, n)
+    if where.op == "softmax" and keys is n and (found := _sink(r, post, scores, n)) is not None:
+        post, sink = found
+        s, keys = where.value, ix.axis("n", ix.axis_size(n) + 1)
+        kept = r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call)
+        scores = build("where", _within(keys, start, ix.axis_size(n)), kept, sink)
+    if others := [x for x in score.topological(post) if x.op in ("dot", "reduce", "softmax")]:
+        own = {x.value.node for x in score.topological(scores) if x.op == "dot"}
+        gate = next((x.value.node for x in others if x.op == "dot" and x.value.node not in own), None)
+        reason = (
+            "the scores are used again after the softmax"
+            if gate is None
+            else f"the weights depend on a contraction for each query and key beside the scores ({gate.name})"
+        )
+        return Failure("nonlinear_weights", reason, gate or consumer)
     dropouts = [x for x in score.topological(post) if x.op == "dropout"]
     if len(dropouts) > 1:
         return Failure("nonlinear_weights", "two dropouts follow the softmax", consumer)
@@ -179,6 +198,95 @@ def _weights(
             post = build("where", _within(keys, start, ix.axis_size(n)), post, const(0.0))
     scores = strip_row_constants(r, scores, keys)
     return Weights(scores, post, dropouts[0].value[0] if dropouts else 0.0, node, keys, start, where)
+
+
+def _gates_loaded(r: Reader, post: Expr, n: ix.Index) -> Expr:
+    """`post` with loads for the contractions in it that are the same for all keys, such as a gate made from the
+    queries."""
+    gates = [x.value for x in score.topological(post) if x.op == "dot" and n not in ix.expr_axes(x)]
+    loads = {r.read(d.node, d.index): r.load(d.node, d.index) for d in gates}
+    return score.substitute(post, loads, build) if loads else post
+
+
+def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr] | None:
+    """(`post` without it, c) where `post` has the factor sigmoid(logsumexp(scores) - c): what a further key of score c
+    and value 0 leaves to the others. A row that keeps no key at all is NaN in eager mode, and must not exist."""
+    for gate in score.topological(post):
+        if gate.op != "sigmoid" or (rest := _without_factor(post, gate)) is None:
+            continue
+        summands = terms(gate.args[0])
+        totals = [t for t, count in summands.items() if count == 1 and t.op == "reduce" and t.value.op == "logsumexp"]
+        if len(totals) != 1 or _body(r, totals[0].value, n) is not scores:
+            continue
+        del summands[totals[0]]
+        if any(r.depends(t) or n in ix.expr_axes(t) for t in summands) or not _magnitude(r, scores) <= _FINITE:
+            continue
+        rests = [t if count == -1 else build("*", const(float(-count)), t) for t, count in summands.items()]
+        return rest, functools.reduce(lambda a, b: build("+", a, b), rests) if rests else const(0.0)
+    return None
+
+
+_FINITE = 3.4028235e38  # the largest float32, nearly
+
+
+def _magnitude(r: Reader, e: Expr) -> float:
+    """What `e` does not exceed either way as long as no product of queries and keys exceeds 1e30."""
+    found: dict[Expr, float] = {}
+    for x in score.topological(e):
+        args = [found[a] for a in x.args]
+        match x.op:
+            case "const":
+                found[x] = abs(float(x.value))
+            case "dot":
+                found[x] = 1e30
+            case "load" | "name":
+                t = tensor(r.held[x.value[1:]][0]) if x.op == "load" else None
+                found[x] = math.inf if x.op == "load" and (t is None or t.dtype.is_floating_point) else 1e19
+            case "where":
+                found[x] = max(args[1:])
+            case "minimum" | "maximum":
+                found[x] = max(args)
+            case "+" | "-":
+                found[x] = sum(args)
+            case "*":
+                found[x] = math.prod(args)
+            case "/" if least := _least(x.args[1]):
+                found[x] = args[0] / least
+            case "neg" | "abs" | "float" | "int":
+                found[x] = args[0]
+            case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
+                found[x] = 1.0
+            case _:
+                found[x] = math.inf
+    return found[e]
+
+
+def _least(e: Expr) -> float:
+    """What the magnitude of a number or of a function of sizes is not below."""
+    match e.op:
+        case "const":
+            return abs(float(e.value))
+        case "name":
+            return 0.0 if ix.expr_axes(e) else 1.0
+        case "float" | "sqrt":
+            least = _least(e.args[0])
+            return math.sqrt(least) if e.op == "sqrt" else least
+    return 0.0
+
+
+def _without_factor(e: Expr, factor: Expr) -> Expr | None:
+    """e / factor, for a factor that it has once."""
+    if e.op not in ("*", "/"):
+        return None
+    a, b = e.args
+    for side, other in ((a, b), (b, a))[: 2 if e.op == "*" else 1]:
+        if factor in score.topological(other) or factor not in score.topological(side):
+            continue
+        if side is factor:
+            return other if e.op == "*" else build("/", const(1.0), other)
+        if (rest := _without_factor(side, factor)) is not None:
+            return build(e.op, *((rest, other) if side is a else (other, rest)))
+    return None
 
 
 def _extent(s: Softmax, n: ix.Index) -> tuple[ix.Index, ix.Index]:
@@ -306,8 +414,8 @@ def _log(e: Expr) -> Expr | None:
 
 def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
     """exp(x - logsumexp(x)), the logarithm in one call or of a sum of exponentials."""
-    terms = _terms(exponent)
-    for term, count in terms.items():
+    summands = terms(exponent)
+    for term, count in summands.items():
         if count != -1:
             continue
         inner = term
@@ -327,9 +435,9 @@ def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tupl
             if (logarithm := _log(body)) is None:
                 continue
             body = logarithm
-        rest = terms.copy()
+        rest = summands.copy()
         del rest[term]
-        if _terms(body) == rest:
+        if terms(body) == rest:
             return body, total.user
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
     return None
@@ -347,76 +455,14 @@ def _body(r: Reader, total: Reduce, n: ix.Index) -> Expr | None:
     return r.read(total.node, inside, total.user)
 
 
-def _terms(e: Expr, sign: int = 1, into: Counter[Expr] | None = None) -> Counter[Expr]:
+def terms(e: Expr) -> Counter[Expr]:
     """The summands of `e` with their multiplicity."""
-    into = Counter() if into is None else into
-    if e.op in ("+", "-"):
-        _terms(e.args[0], sign, into)
-        _terms(e.args[1], sign if e.op == "+" else -sign, into)
-    elif e.op == "neg":
-        _terms(e.args[0], -sign, into)
-    else:
-        into[e] += sign
-        if into[e] == 0:
-            del into[e]
-    return into
-
-
-def strip_row_constants(r: Reader, e: Expr, n: ix.Index) -> Expr:
-    """`e` without score-dependent terms that do not vary along `n`: softmax does not see them. What a mask fills in
-    is at least as low as -1e30 where a term is dropped beside it, and stays what it is."""
-
-    def constant(x: Expr) -> bool:
-        return r.depends(x) and n not in ix.expr_axes(x)
-
-    match e.op:
-        case "+" | "-":
-            a, b = e.args
-            if constant(b):
-                return strip_row_constants(r, a, n)
-            if constant(a):
-                rest = strip_row_constants(r, b, n)
-                return rest if e.op == "+" else build("neg", rest)
-            return build(e.op, strip_row_constants(r, a, n), strip_row_constants(r, b, n))
-        case "*" | "/" if any(x.op == "const" and x.value for x in e.args) and e.args[-1].op != e.args[0].op:
-            factor, inner = sorted(e.args, key=lambda x: x.op != "const")
-            stripped = strip_row_constants(r, inner, n)
-            if stripped is inner or (e.op == "/" and e.args[1] is not factor):
-                return e
-            scale = abs(1.0 / factor.value if e.op == "/" else factor.value)
-            if scale > 1:
-                # less the maximum a fill was finite after scaling: it must be so without
-                if _adds_loads(r, stripped):
-                    return e
-                stripped = _bounded(stripped, _LARGEST / scale)
-            return build(e.op, *(stripped if x is inner else x for x in e.args))
-        case "where":
-            c, a, b = e.args
-            if _masked(b):
-                return build("where", c, strip_row_constants(r, a, n), b)
-            if _masked(a):
-                return build("where", c, a, strip_row_constants(r, b, n))
-    return e
-
-
-_LARGEST = 3e38  # of float32, nearly
-
-
-def _bounded(e: Expr, largest: float) -> Expr:
-    """`e` with its finite fills at most `largest` in magnitude: they stay far below every score."""
-    fills = [x for x in score.topological(e) if _masked(x) and -math.inf < x.value < -largest]
-    return score.substitute(e, {x: const(-largest) for x in fills}, build) if fills else e
-
-
-def _adds_loads(r: Reader, e: Expr) -> bool:
-    """Whether a captured float, which may be a mask of huge numbers, is part of the value."""
-    if e.op == "load":
-        t = tensor(r.held[e.value[1:]][0])
-        return t is None or t.dtype.is_floating_point
-    if e.op in score.COMPARE or e.op in ("&", "|", "~", "dot", "reduce"):
-        return False
-    return any(_adds_loads(r, x) for x in (e.args[1:] if e.op == "where" else e.args))
-
-
-def _masked(e: Expr) -> bool:
-    return e.op == "const" and e.value <= -1e30
+    found: dict[Expr, Counter[Expr]] = {}
+    for x in score.topological(e):
+        if x.op not in ("+", "-", "neg"):
+            found[x] = Counter((x,))
+            continue
+        counts = Counter(found[x.args[0]]) if x.op != "neg" else Counter[Expr]()
+        (counts.update if x.op == "+" else counts.subtract)(found[x.args[-1]])
+        found[x] = Counter({t: count for t, count in counts.items() if count})
+    return found[e]

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forms import Form, check
-from forms.registry import NEG, Gen, lowest
+from forms.registry import NEG, Gen, compare, compiled, lowest, make, step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from torchflash import Skipped
+from torchflash.backend import torchflash
 
 Maker = Callable[[Gen, int, int, int, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -165,3 +168,91 @@ def test_random_attention(drawn: tuple[Form, dict[str, Any]]) -> None:
 @given(attention())
 def test_more_random_attention(drawn: tuple[Form, dict[str, Any]]) -> None:
     hold(drawn)
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[Form, dict[str, int]]:
+    """Scores that add products and are put end to end, weights that are taken apart along any dim and mixed again."""
+    b, hk, group = draw(st.integers(1, 2)), 2 * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    h, m, d = hk * group, draw(st.integers(2, 6)), draw(st.integers(1, 5))
+    ends = [
+        (draw(st.integers(1, 5)), draw(st.lists(st.sampled_from([1.0, 2.0, -0.7]), min_size=1, max_size=3)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    n = sum(length for length, _ in ends)
+    steps = draw(st.lists(st.sampled_from(sorted(STEPS)), max_size=2))
+    apart = draw(st.sampled_from(["no", "keys", "some_keys", "heads", "pairs", "queries", "every_other", "one_head"]))
+    shared = draw(st.booleans())  # one query for all pieces
+    sink = draw(st.booleans()) and not {"mask", "causal"} & {*steps}
+
+    def make(g: Gen) -> tuple[Any, tuple[Any, ...]]:
+        def rows(heads_: int, length: int) -> Any:
+            return g.r(b, heads_, length, d)
+
+        q = [rows(h, m) for _, scales in ends for _ in scales]
+        k = [rows(hk, length) for length, scales in ends for _ in scales]
+        v = [rows(hk, length) for length, _ in ends]
+        parts = [STEPS[x](g, b, h, m, n) for x in steps]
+        extra = [t for _, ts in parts for t in ts]
+        weight = g.r(h, 1, 1)
+
+        def fn(w: Any, *given_: Any) -> Any:
+            left = list(given_)
+            qs, ks, vs = ([left.pop(0) for _ in x] for x in (q, k, v))
+            ks, vs = ([t.repeat_interleave(group, 1) for t in x] for x in (ks, vs))
+            scores, at = [], 0
+            for _, scales in ends:
+                products_ = [(qs[0] if shared else qs[at + i]) @ ks[at + i].mT * c for i, c in enumerate(scales)]
+                scores.append(sum(products_[1:], products_[0]))
+                at += len(scales)
+            s = torch.cat(scores, -1)
+            for f, ts in parts:
+                s = f(s, *(left.pop(0) for _ in ts))
+            p, x = s.softmax(-1), torch.cat(vs, 2)
+            match apart:
+                case "keys":
+                    o = sum(a @ y for a, y in zip(p.split([y.shape[2] for y in vs], -1), vs, strict=True))
+                case "some_keys":
+                    o = p[..., : vs[0].shape[2]] @ vs[0]
+                case "heads":
+                    y, z = p.chunk(2, 1)
+                    o = (y - w[: h // 2] * z) @ x[:, h // 2 :]
+                case "pairs":
+                    y, z = p.unflatten(1, (h // 2, 2)).unbind(2)
+                    o = (y + z * 0.5) @ x[:, ::2]
+                case "queries":
+                    y, z = p.split([1, m - 1], 2)
+                    o = torch.cat([z @ x, (y * w) @ x], 2)
+                case "every_other":
+                    o = p[:, :, ::2] @ x
+                case "one_head":
+                    o = p[:, 1] @ x[:, 0]
+                case _:
+                    o = p @ x
+            return o * torch.sigmoid(s.logsumexp(-1, keepdim=True) - w) if sink and apart == "no" else o
+
+        return fn, (weight, *q, *k, *v, *extra)
+
+    name = f"{[scales for _, scales in ends]} {' '.join(steps)} {apart} shared={shared} sink={sink}"
+    return Form(name, make), {"b": b, "h": h, "m": m, "n": n, "d": d}
+
+
+def hold_whatever(form: Form) -> None:
+    """Eager's values and gradients, rewritten or not."""
+    fn, inputs = make(form)
+    got = step(compiled(form, fn), fn, inputs, train=True)
+    assert "internal" not in [r.code for r in torchflash.report if isinstance(r, Skipped)]
+    compare(fn, inputs, True, got, slack=4.0)
+
+
+@settings(max_examples=30, derandomize=True, **QUIET)  # type: ignore[arg-type]
+@given(pieces())
+def test_random_pieces(drawn: tuple[Form, dict[str, int]]) -> None:
+    hold_whatever(drawn[0])
+
+
+@pytest.mark.slow
+@settings(max_examples=600, **QUIET)  # type: ignore[arg-type]
+@given(pieces())
+def test_more_random_pieces(drawn: tuple[Form, dict[str, int]]) -> None:
+    hold_whatever(drawn[0])

@@ -12,6 +12,7 @@ import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv
 
 from torchflash import score
 from torchflash.passes import index as ix
@@ -99,6 +100,20 @@ def test_divmod_is_pythons(line: tuple[int, int, int], d: int, size_x: int, size
     for i, j in itertools.product(range(size_x), range(size_y)):
         at = {x: i, y: j}
         assert divmod(a * i + b * j + c, d) == (evaluate(quotient, at), evaluate(rest, at)), (e, d, quotient, rest)
+
+
+def test_a_size_of_the_same_name_in_another_graph() -> None:
+    for assumption in ("positive", "nonnegative", "positive"):
+        s = sympy.Symbol("s77", integer=True, **{assumption: True})
+        ix._know([s])
+        assert ix.axis_size(ix.axis("a", s)) == s
+        assert ix.from_expr(ix.to_expr(s)) == s
+
+
+def test_only_exact_quotients_are_folded() -> None:
+    s = sympy.Symbol("s", integer=True, positive=True)
+    assert ix.exact_quotients(FloorDiv(2 * s * s, s)) == 2 * s
+    assert ix.exact_quotients(FloorDiv(s + 1, 2)).subs(s, 4) == 2
 
 
 @given(linear, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))

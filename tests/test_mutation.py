@@ -203,3 +203,52 @@ def test_inputs_written_are_written() -> None:
     out = torch.compile(fn, backend="torchflash", options={"torchflash.inner": "aot_eager"})(*once)
     torch.testing.assert_close(out, fn(*twice))
     torch.testing.assert_close(once, twice)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["infer", "train"])
+def test_a_bias_made_in_place_is_loaded_as_it_is_in_the_end(train: bool) -> None:
+    g = Gen()
+
+    def fn(q: Any, k: Any, v: Any, table: Any, buckets: Any) -> Any:
+        bias = table[:, buckets].cumsum(-1).view(1, g.H, g.S, g.S)
+        bias.add_(table[:, buckets + 1]).div_(8.0)
+        return (sc(q, k) + bias).softmax(-1) @ v
+
+    buckets = torch.randint(0, 6, (g.S, g.S), generator=g.rng)
+    run(fn, *g.qkv(), g.r(g.H, 7), buckets, train=train)
+
+
+def test_a_bias_written_between_its_use_and_the_end() -> None:
+    g = Gen()
+
+    def fn(q: Any, k: Any, v: Any, table: Any, buckets: Any) -> Any:
+        bias = table[:, buckets].cumsum(-1).view(1, g.H, g.S, g.S)
+        p = (sc(q, k) + bias).softmax(-1)
+        bias.mul_(2.0)
+        return p @ v + bias.sum()
+
+    buckets = torch.randint(0, 6, (g.S, g.S), generator=g.rng)
+    run(fn, *g.qkv(), g.r(g.H, 7), buckets, skip="mutation")
+
+
+def test_queries_written_between_two_pieces_of_the_scores() -> None:
+    g = Gen()
+
+    def fn(q: Any, k: Any, v: Any, a: Any, b: Any) -> Any:
+        s = q @ k.mT
+        q.mul_(2.0)
+        p = torch.cat([s, q @ a.mT], -1).softmax(-1)
+        return p[..., : g.S] @ v + p[..., g.S :] @ b
+
+    inputs = [x.detach() for x in (*g.qkv(), *g.qkv()[1:])]  # torch cannot differentiate this
+    run(fn, *inputs, skip="*", train=False)
+
+
+def test_long_sums() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        x = sc(q, k).softmax(-1) @ v
+        for _ in range(1500):
+            x = x + x * 1e-4
+        return x
+
+    run(fn, *qkv(), train=False)

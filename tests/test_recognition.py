@@ -302,11 +302,11 @@ REASONS: dict[str, str | Form] = {
     "no_values": "router_softmax_no_values",
     "weights_used": "weights_mean_returned",
     "softmax_axis": "over_heads",
-    "several_contractions": "content_twice",
+    "several_contractions": "content_multiplied",
     "several_softmaxes": "softmaxes_multiplied",
     "denominator": "softmax_one",
     "nonlinear_weights": "post_square",
-    "layout": "weights_sliced_queries",
+    "layout": "weights_of_reversed_heads",
     "transform": "vmapped_mask",
     "dtype": "float64_scores",
     "device": Form("on_another_device", on_another_device),
@@ -393,3 +393,7 @@ def test_a_difference_of_softmaxes_is_as_exact_as_in_eager_mode():
     out = torch.compile(fn, backend="torchflash", options={"torchflash.inner": "eager"})(*inputs)
     assert out.dtype == torch.bfloat16
     assert (out - exact).abs().max() <= (fn(*inputs) - exact).abs().max()
+
+
+def test_a_softmax_that_nothing_uses_is_no_record() -> None:
+    assert [type(r) for r in records("weights_computed_twice_and_dropped")] == [Rewritten]

@@ -555,9 +555,20 @@ def deberta_disentangled(g):
     return fn, (*g.qkv(), g.r(12, g.D), g.w(g.D, g.D), g.w(g.D, g.D))
 
 
-@form(skip="several_contractions")
+@form()
 def content_twice(g):
-    return (lambda q, k, v, w: (sc(q, k) + q @ w.mT).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
+    return (lambda q, k, v, w: (sc(q, k) + sc(q, w)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
+
+
+@form(skip="several_contractions")
+def content_multiplied(g):
+    return (lambda q, k, v, w: (sc(q, k) * (q @ w.mT)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
+
+
+@form(skip="several_contractions")
+def content_twice_too_deep(g):
+    g.D = 160
+    return (lambda q, k, v, w: (sc(q, k) + q @ w.mT * 0.1).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
 
 
 @form()

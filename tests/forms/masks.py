@@ -15,6 +15,16 @@ INF = float("inf")
 
 # ------------------------------------------------------------------ scale
 @form()
+def mask_of_the_scores_dtype(g):
+    def fn(q, k, v, m):
+        s = sc(q, k)
+        return (s + m.type_as(s)).softmax(-1) @ v
+
+    mask = torch.zeros(g.S, g.S, dtype=torch.float64).masked_fill(~g.keep(g.S, g.S), NEG)
+    return fn, (*g.qkv(), mask)
+
+
+@form()
 def scale_on_query(g):
     return (lambda q, k, v: ((q * g.D**-0.5) @ k.mT).softmax(-1) @ v), g.qkv()
 

@@ -486,6 +486,34 @@ def post_view_fold(g):
     ), g.qkv()
 
 
+@form()
+def post_gate_from_queries(g):
+    return (lambda q, k, v, w: (torch.sigmoid(q @ w) * sc(q, k).softmax(-1)) @ v), (*g.qkv(), g.r(g.H, g.D, 1))
+
+
+@form()
+def post_gate_of_heads_by_linear(g):
+    def fn(x, q, k, v, w, b):
+        gate = F.linear(x, w, b).tanh().transpose(1, 2).unsqueeze(-1)
+        return (sc(q, k).softmax(-1) * gate) @ v
+
+    return fn, (g.x(), *g.qkv(), g.w(g.H, g.H * g.D), g.r(g.H))
+
+
+@form()
+def post_gate_by_baddbmm(g):
+    def fn(q, k, v, a, w):
+        gate = torch.baddbmm(a, q.flatten(0, 1), w).view(g.B, g.H, g.S, 1)
+        return (gate * sc(q, k).softmax(-1)) @ v
+
+    return fn, (*g.qkv(), g.r(g.B * g.H, g.S, 1), g.r(g.B * g.H, g.D, 1))
+
+
+@form(skip="nonlinear_weights")
+def post_gate_for_each_pair(g):
+    return (lambda q, k, v, w: (torch.sigmoid(q @ w.mT) * sc(q, k).softmax(-1)) @ v), (*g.qkv(), g.qkv()[1])
+
+
 @form(skip="*")
 def post_add_matrix(g):
     return (lambda q, k, v, t: (sc(q, k).softmax(-1) + t) @ v), (*g.qkv(), g.r(g.S, g.S))
@@ -523,6 +551,82 @@ def post_renormalise_over_queries(g):
 @form(skip="*")
 def post_times_scores(g):
     return (lambda q, k, v: (lambda s: (s.softmax(-1) * s) @ v)(sc(q, k))), g.qkv()
+
+
+@form(blocks=2)
+def two_products_in_two_softmaxes(g):
+    def fn(q, k, v, a, b, w, m):
+        s, t = q @ k.mT * 0.3, a @ b.mT / 2
+        x, y = s + t, t + s
+        return x.masked_fill(~m, NEG).softmax(-1) @ v, y.masked_fill(~m, NEG).softmax(-1) @ w
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, g.S, 2) for _ in range(3)), g.keep(g.S, g.S))
+
+
+@form()
+def latent_products(g):
+    # multi-head latent attention: the rotated part of the keys is one for all heads
+    def fn(q, k, v, a, b, mask):
+        s = (torch.einsum("bshc,bthc->bsht", q, k) + torch.einsum("bshr,btr->bsht", a, b)) * 0.3
+        p = (s + mask[:, None]).softmax(dim=-1, dtype=torch.float32).type_as(q)
+        return torch.einsum("bsht,bthc->bshc", p, v)
+
+    mask = torch.full((g.S, g.S), NEG).triu(1)
+    return fn, (*g.bsd(), g.r(g.B, g.S, g.H, 4), g.r(g.B, g.S, 4), mask)
+
+
+@form()
+def latent_products_absorbed(g):
+    def fn(q, c, a, b):
+        s = (torch.einsum("bshc,btc->bsht", q, c) - torch.einsum("bshr,btr->bsht", a, b) * 0.5) * 0.3
+        return torch.einsum("bsht,btc->bshc", s.softmax(-1), c)
+
+    return fn, (g.r(g.B, g.S, g.H, 12), g.r(g.B, g.S, 12), g.r(g.B, g.S, g.H, 4), g.r(g.B, g.S, 4))
+
+
+@form()
+def three_products(g):
+    def fn(q, k, v, a, b, bias):
+        s = torch.baddbmm(bias, a.flatten(0, 1), b.flatten(0, 1).mT, alpha=0.4).view(g.B, g.H, g.S, g.S)
+        return ((q @ k.mT * 0.3 + s) - q @ b.mT * 0.3).softmax(-1) @ v
+
+    return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.B * g.H, g.S, g.S))
+
+
+@form()
+def product_that_decides_about_the_sum(g):
+    def fn(q, k, v, a, b):
+        s = q @ k.mT * 0.3
+        return torch.where(s > -1.0, s + a @ b.mT * 0.3, -2.0).softmax(-1) @ v
+
+    return fn, (*g.qkv(), *g.qkv()[:2])
+
+
+@form()
+def product_beside_a_function_of_it(g):
+    def fn(q, k, v, a, b):
+        s, t = q @ k.mT * 0.3, a @ b.mT * 0.3
+        return (s + t + torch.tanh(t)).softmax(-1) @ v
+
+    return fn, (*g.qkv(), *g.qkv()[:2])
+
+
+@form()
+def grouped_products(g):
+    def fn(q, k, v, a, b):
+        k, v, b = (t.repeat_interleave(2, 1) for t in (k, v, b))
+        return (q @ k.mT * 0.3 + a @ b.mT).softmax(-1) @ v
+
+    return fn, (*g.qkv(hk=2), g.r(g.B, g.H, g.S, 4), g.r(g.B, 2, g.S, 4))
+
+
+@form()
+def untied_positions(g):
+    return (lambda q, k, v, a, b, bias: (q @ k.mT * 0.25 + a @ b.mT * 0.2 + bias).softmax(-1) @ v), (
+        *g.qkv(),
+        *(g.r(g.H, g.S, g.D) for _ in range(2)),
+        g.r(g.H, g.S, g.S),
+    )
 
 
 @form(skip="*")
@@ -589,7 +693,7 @@ def entropy_of_weights(g):
     return (lambda q, k, v: (lambda p: (p @ v, -(p * p.log()).sum(-1)))(sc(q, k).softmax(-1))), g.qkv()
 
 
-@form(blocks=1)
+@form(blocks=2)
 def realformer_residual_scores(g):
     def fn(q, k, v, q2, k2, v2):
         s = sc(q, k)
@@ -615,6 +719,15 @@ def weights_returned_and_dropped(g):
 
 
 @form()
+def weights_computed_twice_and_dropped(g):
+    def fn(q, k, v):
+        sc(q, k).softmax(-1)
+        return sc(q, k).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
 def weights_shape_used(g):
     return (lambda q, k, v: (lambda p: (p @ v) * (p.shape[-1] ** 0.5))(sc(q, k).softmax(-1))), g.qkv()
 
@@ -633,6 +746,35 @@ def differential_lambda_and_gate(g):
 
     mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
     return fn, (*g.qkv(), *g.qkv()[:2], g.r(g.H, 1, 1), g.r(g.H, g.S, 1), mask)
+
+
+@form(blocks=2)
+def differential_halves_of_heads(g):
+    def fn(q, k, v, w):
+        a, b = sc(q, k).softmax(-1).chunk(2, 1)
+        return (a - w.exp() * b) @ v
+
+    return fn, (*g.qkv()[:2], g.r(g.B, g.H // 2, g.S, 6), g.r(g.H // 2, 1, 1))
+
+
+@form(blocks=2)
+def differential_unbind(g):
+    def fn(q, k, v, w):
+        a, b = sc(q, k).softmax(-1).unflatten(1, (2, g.H // 2)).unbind(1)
+        return (a - w * b) @ v
+
+    return fn, (*g.qkv()[:2], g.r(g.B, g.H // 2, g.S, 6), g.r(g.H // 2, 1, 1))
+
+
+@form(blocks=2)
+def differential_pairs_of_grouped_heads(g):
+    def fn(q, k, v, w, m):
+        s = sc(q, k.repeat_interleave(4, 1)).masked_fill(~m, NEG)
+        p = s.softmax(-1).view(g.B, 4, 2, g.S, g.S)
+        return (p[:, :, 0] - w.exp() * p[:, :, 1]) @ v.repeat_interleave(4, 1)
+
+    mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
+    return fn, (g.r(g.B, 8, g.S, g.D), g.r(g.B, 2, g.S, g.D), g.r(g.B, 1, g.S, 6), g.r(4, 1, 1), mask)
 
 
 @form()
@@ -660,6 +802,24 @@ def differential_one_dropout(g):
         *g.qkv(),
         g.qkv()[1],
     )
+
+
+@form(blocks=2, random=True)
+def differential_two_dropouts(g):
+    return (
+        lambda q, k, v, w: (
+            (F.dropout(sc(q, k).softmax(-1), 0.5) - 0.3 * F.dropout(sc(q, w).softmax(-1) * 2, 0.2)) @ v
+        )
+    ), (*g.qkv(), g.qkv()[1])
+
+
+@form(blocks=2, random=True)
+def differential_halves_of_one_dropout(g):
+    def fn(q, k, v):
+        a, b = F.dropout(sc(q, k).softmax(-1), 0.5).chunk(2, 1)
+        return (a - 0.3 * b) @ v
+
+    return fn, (*g.qkv()[:2], g.r(g.B, g.H // 2, g.S, 6))
 
 
 @form(skip="several_softmaxes")
@@ -731,6 +891,62 @@ def sinks_as_low_as_the_mask(g):
 
 
 @form()
+def sink_from_logsumexp(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k) + torch.full((g.S, g.S), lowest(q), dtype=q.dtype).triu(1)
+        gate = (s.logsumexp(-1) - sinks.view(1, -1, 1)).float().sigmoid()
+        o = F.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+        return (o * gate.unsqueeze(-1).to(o.dtype)).transpose(1, 2)
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form()
+def sink_from_logsumexp_in_masked_rows(g):
+    def fn(q, k, v, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], lowest(q))
+        return torch.sigmoid(s.logsumexp(-1, keepdim=True)) * (s.softmax(-1) @ v)
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form()
+def sink_from_logsumexp_and_grouped_heads(g):
+    def fn(q, k, v, sinks):
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        s = sc(q, k)
+        o = (s.softmax(-1) @ v).transpose(1, 2)
+        return o * torch.sigmoid(s.logsumexp(-1) - sinks - 1.0).transpose(1, 2)[..., None]
+
+    return fn, (*g.qkv(hk=2), g.r(g.H, 1))
+
+
+@form(skip="weights_used")
+def sink_from_logsumexp_in_rows_of_nan(g):
+    def fn(q, k, v, sinks, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], NEG)
+        return (s.softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks)
+
+    return fn, (*g.qkv(), g.r(g.H, 1, 1), g.padding(whole=True))
+
+
+@form(skip="weights_used")
+def sink_from_logsumexp_of_other_scores(g):
+    def fn(q, k, v, m):
+        s = sc(q, k)
+        return (s.masked_fill(~m, -1e4).softmax(-1) @ v) * torch.sigmoid(s.logsumexp(-1, keepdim=True))
+
+    return fn, (*g.qkv(), g.keep(g.S, g.S))
+
+
+@form(skip="weights_used")
+def gate_from_logsumexp(g):
+    return (lambda q, k, v: (lambda s: (s.softmax(-1) @ v) * torch.tanh(s.logsumexp(-1, keepdim=True)))(sc(q, k))), (
+        g.qkv()
+    )
+
+
+@form()
 def weights_sliced_keys_inside(g):
     return (lambda q, k, v, w: (sc(q, k).softmax(-1) * w)[..., 3:9] @ v[:, :, 3:9]), (*g.qkv(), g.r(g.S))
 
@@ -744,7 +960,7 @@ def null_key_cat_scores(g):
     return fn, g.qkv()
 
 
-@form(skip="several_contractions")
+@form()
 def two_scores_concatenated(g):
     def fn(q, k, v, k2, v2):
         p = torch.cat([sc(q, k), sc(q, k2)], -1).softmax(-1)
@@ -754,18 +970,166 @@ def two_scores_concatenated(g):
 
 
 @form()
+def keys_and_values_in_pieces(g):
+    # a few tokens that all see, and blocks that see themselves
+    def fn(q, k, v, gk, gv, m):
+        s = torch.cat([torch.einsum("bhckf,bhgf->bhckg", q, gk), torch.einsum("bhckf,bhcxf->bhckx", q, k)], -1)
+        p = (s + m[:, None, :, None].to(s)).softmax(-1)
+        a, b = p[..., :3], p[..., 3:]
+        return torch.einsum("bhckg,bhgf->bhckf", a, gv) + torch.einsum("bhckx,bhcxf->bhckf", b, v)
+
+    m = torch.zeros(g.B, 4, 8)
+    m[:, 2, 5:] = torch.finfo(torch.float32).min
+    return fn, (*(g.r(g.B, g.H, 4, 5, g.D) for _ in range(3)), *(g.r(g.B, g.H, 3, g.D) for _ in range(2)), m)
+
+
+@form()
+def memories_beside_keys(g):
+    def fn(q, k, v, mk, mv, m):
+        s = torch.cat([sc(q, mk), sc(q, k).masked_fill(~m, lowest(q))], -1)
+        a, b = s.softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return a @ mv + b @ v
+
+    mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)), mask)
+
+
+@form()
+def pieces_of_grouped_and_other_heads(g):
+    def fn(q, k, v, a, b, c, d):
+        k, v, a, b = (t.repeat_interleave(2, 1) for t in (k, v, a, b))
+        p = torch.cat([sc(q, k), sc(q, a), sc(q, c)], -1).softmax(-1)
+        n = k.shape[2]
+        o = p[..., :n] @ v
+        o = o + p[..., n : n + 4] @ b
+        o += p[..., n + 4 :] @ d
+        return o
+
+    return fn, (*g.qkv(hk=2), *(g.r(g.B, 2, 4, g.D) for _ in range(2)), *(g.r(g.B, g.H, 2, g.D) for _ in range(2)))
+
+
+@form(random=True)
+def pieces_with_dropout(g):
+    def fn(q, k, v, mk, mv):
+        p = F.dropout(torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1), 0.5)
+        return p[..., :5] @ mv + p[..., 5:] @ v
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_that_are_not_added(g):
+    def fn(q, k, v, mk, mv):
+        a, b = torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return torch.cat([a @ mv, b @ v], -1)
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_with_a_factor(g):
+    def fn(q, k, v, mk, mv):
+        a, b = torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return a @ mv + (b * 2) @ v
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_of_which_one_is_returned(g):
+    def fn(q, k, v, mk, mv):
+        a, b = torch.cat([sc(q, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        x = a @ mv
+        return x + b @ v, x
+
+    return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form(blocks=2)
+def pieces_that_overlap(g):
+    def fn(q, k, v):
+        p = sc(q, k).softmax(-1)
+        return p[..., :8] @ v[:, :, :8] + p[..., 5:] @ v[:, :, 5:]
+
+    return fn, g.qkv()
+
+
+@form(blocks=2)
+def pieces_that_are_all_of_it(g):
+    def fn(q, k, v, w):
+        p = sc(q, k).softmax(-1)
+        return p @ v + p @ w
+
+    return fn, (*g.qkv(), g.qkv()[2])
+
+
+@form()
+def pieces_of_two_queries(g):
+    def fn(q, k, v, mq, mk, mv):
+        a, b = torch.cat([sc(mq, mk), sc(q, k)], -1).softmax(-1).split([mk.shape[2], k.shape[2]], -1)
+        return a @ mv + b @ v
+
+    return fn, (*g.qkv(), g.qkv()[0], *(g.r(g.B, g.H, 5, g.D) for _ in range(2)))
+
+
+@form()
 def weights_sliced_keys(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[..., :5] @ v[:, :, :5]), g.qkv()
 
 
-@form(skip="*")
+@form()
 def weights_sliced_queries(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[:, :, 2:5] @ v), g.qkv()
 
 
-@form(skip="*")
+@form()
 def weights_sliced_heads(g):
     return (lambda q, k, v: sc(q, k).softmax(-1)[:, 1:3] @ v[:, 1:3]), g.qkv()
+
+
+@form()
+def weights_every_other_query(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1)[:, :, 1::2] @ v), g.qkv()
+
+
+@form()
+def weights_of_one_head(g):
+    return (lambda q, k, v, b: (sc(q, k) + b).softmax(-1)[:, 2] @ v[:, 0]), (*g.qkv(), g.r(g.H, g.S, g.S))
+
+
+@form(blocks=2)
+def weights_split_by_heads(g):
+    def fn(q, k, v):
+        a, b = sc(q, k).softmax(-1).split([1, g.H - 1], 1)
+        return torch.cat([a @ v[:, :1], b @ v[:, 1:]], 1)
+
+    return fn, g.qkv()
+
+
+@form(blocks=2)
+def weights_split_by_queries(g):
+    def fn(q, k, v):
+        a, b = torch.split(sc(q, k).softmax(-1), [5, g.S - 5], dim=2)
+        return torch.cat([b @ v, a @ v], 2)
+
+    return fn, g.qkv()
+
+
+@form(skip="*")
+def weights_split_then_written(g):
+    def fn(q, k, v):
+        p = sc(q, k).softmax(-1) * 2
+        a, b = p.chunk(2, 1)
+        p.mul_(b.new_tensor([[[3.0]], [[1.0]]]).repeat_interleave(g.H // 2, 0))
+        return (a - b) @ v
+
+    # torch refuses to differentiate this
+    return fn, (*(x.detach() for x in g.qkv()[:2]), g.r(g.B, g.H // 2, g.S, g.D, grad=False))
+
+
+@form(skip="layout")
+def weights_of_reversed_heads(g):
+    return (lambda q, k, v: sc(q, k).softmax(-1).flip(1) @ v), g.qkv()
 
 
 @form(skip="*")
