@@ -90,8 +90,8 @@ def _raised(fill: float) -> float:
 
 
 def _zeroes_empty_rows(post: Expr, score: Expr) -> bool:
-    """Whether `post` is where(kept, p, 0.0) for what the score keeps: elsewhere p is 0 already, but in a row that keeps
-    nothing, where it is NaN."""
+    """Whether `post` is where(kept, p, 0.0) for all that the score keeps: elsewhere p is 0 already, but in a row that
+    keeps nothing, where it is NaN; and a row that is NaN for another reason, as of another mask, keeps something."""
     if post.op != "where":
         return False
     condition, a, b = post.args
@@ -101,18 +101,57 @@ def _zeroes_empty_rows(post: Expr, score: Expr) -> bool:
 
 
 def _infinite_without(kept: Expr, score: Expr) -> bool:
-    """Whether the score is -inf, or NaN, wherever `kept` does not hold."""
+    """Whether the score is -inf, or NaN, wherever `kept` does not hold, and nowhere else unless `s` is infinite."""
     if score.op == "where":
         condition, a, b = score.args
         if a.op == "const":
             condition, a, b = sc.build("~", condition), b, a
-        return condition is kept and b.op == "const" and b.value == -math.inf
+        return condition is kept and b.op == "const" and b.value == -math.inf and _finite(a, kept)
     if score.op == "+":
-        return any(
-            kept is sc.build("~", sc.build("<=", x, sc.const(-math.inf))) or _infinite_without(kept, x)
-            for x in score.args
-        )
+        for x, other in (score.args, score.args[::-1]):
+            if kept is _above(x) or _infinite_without(kept, x):
+                return _finite(other, kept)
     return False
+
+
+def _above(x: Expr) -> Expr:
+    return sc.build("~", sc.build("<=", x, sc.const(-math.inf)))
+
+
+def _finite(e: Expr, kept: Expr) -> bool:
+    """Whether `e` is above -inf wherever `kept` holds and `s` is finite."""
+    facts, stack = set(), [kept]
+    while stack:
+        fact = stack.pop()
+        facts.add(fact)
+        stack += fact.args if fact.op == "&" else ()
+
+    def finite(x: Expr) -> bool:
+        if _above(x) in facts:
+            return True
+        match x.op:
+            case "const":
+                return abs(x.value) <= HUGE
+            case "name":
+                return True
+            case "where":
+                condition, a, b = x.args
+                return (sc.build("~", condition) in facts or finite(a)) and (condition in facts or finite(b))
+            case "*" if any(map(_number, x.args)):
+                return all(_number(a) or finite(a) for a in x.args)
+            case "/" if _number(x.args[1]):
+                return finite(x.args[0])
+            case "+" | "-" | "neg" | "abs" | "float" | "minimum" | "maximum" | "tanh" | "sigmoid":
+                return all(map(finite, x.args))
+        return False
+
+    return finite(e)
+
+
+def _number(e: Expr) -> bool:
+    """Made of constants and sizes alone."""
+    of_sizes = all(n.startswith("z") for n in sc.names(e)) and not sc.loads(e)
+    return of_sizes and all(0 < abs(x.value) <= HUGE for x in sc.topological(e) if x.op == "const")
 
 
 # ------------------------------------------------------------------------------------------------------------- factor

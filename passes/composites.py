@@ -165,6 +165,8 @@ def _left_to_torch(node: Node, which: str) -> str:
     q, mask = tensor(node.args[0] if node.args else node.kwargs.get("query")), _mask(node)
     if q is None or q.dim() < 3:
         return "its operands are not batched"
+    if not node.users:
+        return "nothing uses its result"
     if which == "none":
         return "the option says so"
     if which == "all":
@@ -193,10 +195,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """As torch documents scaled_dot_product_attention: a query without any key gives 0."""
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask beside is_causal")  # an error of torch's, or what the kernel it takes makes of it
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    s = (query @ key.transpose(-2, -1)) * (1.0 / math.sqrt(query.size(-1)) if scale is None else scale)
+    s = (query @ key.transpose(-2, -1)) * (1.0 / torch.sym_sqrt(query.size(-1)) if scale is None else scale)
     kept = None
     if is_causal:
         causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()

@@ -295,7 +295,14 @@ def _comparison(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
 
 
 def _rounded(r: Reader, *operands: Expr) -> bool:
-    return any(not r.depends(e) and e.op not in ("load", "const", "half", "bfloat16") for e in operands)
+    return any(not r.depends(e) and not _held(e) for e in operands)
+
+
+def _held(e: Expr) -> bool:
+    """Whether a program has the very value of `e` that a half dtype holds."""
+    if e.op == "where":
+        return all(map(_held, e.args[1:]))
+    return e.op in ("load", "const", "half", "bfloat16")
 
 
 def _logical(r: Reader, node: Node, op: str, a: Any, b: Any, index: Indices) -> Expr:

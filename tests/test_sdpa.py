@@ -159,6 +159,45 @@ def test_the_report_says_why():
     assert record.code == "sdpa" and record.reason.startswith("dtype")
 
 
+def test_a_call_that_nothing_uses_stays():
+    q, k, v = operands()
+    (left,) = calls_left(lambda q, k, v: (F.scaled_dot_product_attention(q, k, v), q + 1)[1], q, k, v, sdpa="all")
+    assert "scaled_dot_product_attention" in left
+
+
+def test_a_mask_beside_is_causal_is_left_to_torch():
+    """Documented as an error; some of torch's kernels apply both."""
+    q, k, v = operands()
+    mask = kept(40, 48)
+    both = compiled(lambda *args: F.scaled_dot_product_attention(*args, is_causal=True))(q, k, v, mask)
+    assert counts() == {"skipped.sdpa": 1}
+    exact = F.scaled_dot_product_attention(q, k, v, mask & torch.ones(40, 48, dtype=torch.bool).tril())
+    torch.testing.assert_close(both, exact, atol=2e-5, rtol=2e-5)
+
+
+def test_the_depth_may_be_dynamic():
+    run = compiled(F.scaled_dot_product_attention)
+    for depth in (16, 24, 8):
+        args = operands(q=(2, 4, 40, depth), k=(2, 4, 48, depth))
+        for x in args:
+            torch._dynamo.mark_dynamic(x, 3)
+        torch.testing.assert_close(run(*args), F.scaled_dot_product_attention(*args), atol=2e-5, rtol=2e-5)
+    assert counts() == {"rewritten": 1}
+
+
+def test_masks_made_in_the_graph_are_read():
+    """Also in half precision nothing is computed beside the operator, and rows without keys cost no tiles."""
+
+    def run(q, k, v, mask):
+        added = torch.zeros(mask.shape).masked_fill(~mask, -INF).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, added)
+
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        compiled(run)(*operands(dtype=dtype), kept(40, 48))
+        (record,) = torchflash.report
+        assert record.keep == "t0[m, n]" and record.post == "where(t0[m, n], p, 0.0)"
+
+
 def test_several_calls_in_one_graph():
     class Two(nn.Module):
         def __init__(self):

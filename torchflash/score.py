@@ -453,7 +453,7 @@ TRUE, FALSE, ZERO = const(True), const(False), const(0.0)
 
 def build(op: str, *args: Expr) -> Expr:
     """An operation, simplified where that cannot change a value or a kind (x * 1.0, where(True, a, b), constants …)."""
-    if all(a.op == "const" for a in args) and op not in ("half", "bfloat16"):
+    if all(a.op == "const" for a in args):
         folded = _fold(op, args)
         if folded is not None:
             return folded
