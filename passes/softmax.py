@@ -2,6 +2,7 @@
 after.
 
     softmax(x)      exp(x) / Σ exp(x)      exp(x - logsumexp(x))      exp(x - a - log Σ exp(x - a))
+    exp(x - a) / (exp(y - a) + Σ exp(x - a))      with a further key of score y, which meets no value
 
 The normalised axis is proven: it must be the axis contracted with the values. Terms that are constant along that axis
 cancel (the maximum everybody subtracts).
@@ -48,10 +49,21 @@ class Weights:
     p: Expr  # what was found to be the softmax
 
 
+@dataclass(frozen=True)
+class Found:
+    """A softmax: its scores, the node that ends it, and, where it is over one more key than meet a value, that axis,
+    which the scores are read at, and the score of that key."""
+
+    scores: Expr
+    node: Node
+    keys: ix.Index | None = None
+    sink: Expr | None = None
+
+
 def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Weights, ...] | Failure:
     """The softmaxes over axis `n` inside the weights `e`, of which `e` is the sum of the weights returned."""
     e = _normalised(r, e, n)
-    matches: dict[Expr, tuple[Expr, Node]] = {}
+    matches: dict[Expr, Found] = {}
     failure: Failure | None = None
     stack = [e]
     while stack:
@@ -59,7 +71,7 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
         if x in matches or not r.depends(x):
             continue
         found = _softmax(r, x, n, consumer)
-        if isinstance(found, tuple):
+        if isinstance(found, Found):
             matches[x] = found
         elif isinstance(found, Failure):
             failure = failure or found
@@ -68,8 +80,8 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
     if failure is not None or not matches:
         return failure or Failure("no_scores", "what is contracted with the values is not a softmax", consumer)
     if len(matches) == 1:
-        ((where, (scores, node)),) = matches.items()
-        whole = _weights(r, score.substitute(e, {where: name("p")}, build), where, scores, node, n, consumer)
+        ((where, found),) = matches.items()
+        whole = _weights(r, score.substitute(e, {where: name("p")}, build), where, found, n, consumer)
         return whole if isinstance(whole, Failure) else (whole,)
     shared = any(x.op == "dropout" and len(matches.keys() & {*score.topological(x)}) > 1 for x in score.topological(e))
     mixture = score.substitute(e, dict.fromkeys(matches, name("p")), build)
@@ -78,10 +90,10 @@ def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Wei
         return Failure("several_softmaxes", f"the values are contracted with a mixture of {len(matches)} softmaxes",
                        consumer)  # fmt: skip
     parts: list[Weights] = []
-    for where, (scores, node) in sorted(matches.items(), key=lambda found: r.versions.order[found[1][1]]):
+    for where, found in sorted(matches.items(), key=lambda item: r.versions.order[item[1].node]):
         post = _part(e, where, frozenset(matches))
         assert post is not None
-        part = _weights(r, post, where, scores, node, n, consumer)
+        part = _weights(r, post, where, found, n, consumer)
         if isinstance(part, Failure):
             return part
         parts.append(part)
@@ -163,17 +175,18 @@ def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
     return build(e.op, *(y if x is None else x for x, y in zip(parts, e.args, strict=True)))
 
 
-def _weights(
-    r: Reader, post: Expr, where: Expr, scores: Expr, node: Node, n: ix.Index, consumer: Node
-) -> Weights | Failure:
-    """`post` is the weights as a function of p, which is the softmax `where` of `scores`."""
+def _weights(r: Reader, post: Expr, where: Expr, found: Found, n: ix.Index, consumer: Node) -> Weights | Failure:
+    """`post` is the weights as a function of p, which is the softmax `where`."""
+    scores, node, sink = found.scores, found.node, found.sink
     keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
     post = _gates_loaded(r, post, n)
-    if where.op == "softmax" and keys is n and (found := _sink(r, post, scores, n)) is not None:
-        post, sink = found
+    if where.op == "softmax" and keys is n and (apart := _sink(r, post, scores, n)) is not None:
+        post, sink = apart
         s, keys = where.value, ix.axis("n", ix.axis_size(n) + 1)
-        kept = r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call)
-        scores = build("where", _within(keys, start, ix.axis_size(n)), kept, sink)
+        scores = r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call)
+    if sink is not None:
+        keys = found.keys or keys
+        scores = build("where", _within(keys, start, ix.axis_size(n)), scores, sink)
     if others := [x for x in score.topological(post) if x.op in ("dot", "reduce", "softmax")]:
         own = {x.value.node for x in score.topological(scores) if x.op == "dot"}
         gate = next((x.value.node for x in others if x.op == "dot" and x.value.node not in own), None)
@@ -341,8 +354,8 @@ def linear(e: Expr) -> bool:
     return False
 
 
-def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
-    """(scores, node) when `e` is itself a softmax over `n`; None when it may contain one; Failure when it is another
+def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> Found | Failure | None:
+    """What is found when `e` is itself a softmax over `n`; None when it may contain one; Failure when it is another
     thing."""
     match e.op:
         case "softmax":
@@ -361,7 +374,7 @@ def _softmax(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Nod
                 return Failure(
                     "denominator", "normalised over other keys than those contracted with the values", s.call
                 )
-            return r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call), s.call
+            return Found(r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call), s.call)
         case "/":
             return _divided(r, e.args[0], e.args[1], n, consumer)
         case "*":
@@ -379,11 +392,17 @@ def _has_sum(e: Expr) -> bool:
 
 def _divided(
     r: Reader, numerator: Expr, denominator: Expr, n: ix.Index, consumer: Node
-) -> tuple[Expr, Node] | Failure | None:
-    """numerator / denominator as exp(x) / Σ exp(x), masked entries being 0."""
+) -> Found | Failure | None:
+    """numerator / denominator as exp(x) / Σ exp(x), masked entries being 0; exp(y) may be added to the sum."""
     exponent = _log(numerator)
     if exponent is None or not r.depends(numerator) or n not in ix.expr_axes(numerator):
         return None
+    added = None
+    if denominator.op == "+":
+        sums = [x for x in denominator.args if x.op == "reduce" and x.value.op == "sum"]
+        if len(sums) == 1:
+            added = next((x for x in denominator.args if x is not sums[0]), None)
+            (denominator,) = sums
     if denominator.op != "reduce":
         if not r.depends(denominator):
             return None
@@ -398,7 +417,54 @@ def _divided(
         )
     if body is not numerator:
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
-    return exponent, total.user
+    if added is None:
+        return Found(exponent, total.user)
+    keys = ix.axis("n", ix.axis_size(n) + 1)
+    body = _body(r, total, n, keys)
+    exponent = _log(body) if body is not None else None
+    sink = _score_of(r, added, exponent, n, keys) if exponent is not None else None
+    if exponent is None or sink is None:
+        return Failure("denominator", "the normaliser is not the plain sum of the exponentials", consumer)
+    return Found(strip_row_constants(r, exponent, keys), total.user, keys, sink)
+
+
+def _score_of(r: Reader, added: Expr, exponent: Expr, n: ix.Index, keys: ix.Index) -> Expr | None:
+    """y where `added` = exp(y - a) and a is what `exponent` holds of the same for all keys; y does not depend on the
+    scores."""
+    if added.op == "const" and 0 < added.value < math.inf:
+        shifted: Expr = const(math.log(added.value))
+    elif added.op == "exp":
+        shifted = added.args[0]
+    else:
+        return None
+    inner = exponent
+    while inner.op == "where" and (fills := [x for x in inner.args[1:] if x.op == "const" and x.value == -math.inf]):
+        inner = next(x for x in inner.args[1:] if x is not fills[0])
+
+    def of_rows(e: Expr, axis: ix.Index) -> Counter[Expr]:
+        return Counter({t: c for t, c in terms(e).items() if r.depends(t) and axis not in ix.expr_axes(t)})
+
+    constants = of_rows(inner, keys)
+    rest = Counter(terms(shifted))
+    rest.subtract(constants)
+    rest = Counter({t: c for t, c in rest.items() if c})
+    if any(r.depends(t) or n in ix.expr_axes(t) for t in rest):
+        return None
+    # a row of nothing but -inf less a maximum of -inf is NaN in eager mode
+    if not all(map(_clamped, constants)) and not _magnitude(r, strip_row_constants(r, exponent, keys)) <= _FINITE:
+        return None
+    counted = (t if c == 1 else build("*", const(float(c)), t) for t, c in rest.items())
+    return functools.reduce(lambda a, b: build("+", a, b), counted, const(0.0))
+
+
+def _clamped(e: Expr) -> bool:
+    """Whether `e` is at least a number: maximum(x, c), or where(x < c, c, x)."""
+    if e.op == "maximum":
+        return any(x.op == "const" and math.isfinite(x.value) for x in e.args)
+    if e.op != "where" or e.args[0].op not in ("<", "<="):
+        return False
+    (x, c), low, other = e.args[0].args, e.args[1], e.args[2]
+    return x is other and c is low and c.op == "const" and math.isfinite(c.value)
 
 
 def _log(e: Expr) -> Expr | None:
@@ -412,7 +478,7 @@ def _log(e: Expr) -> Expr | None:
     return None
 
 
-def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tuple[Expr, Node] | Failure | None:
+def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> Found | Failure | None:
     """exp(x - logsumexp(x)), the logarithm in one call or of a sum of exponentials."""
     summands = terms(exponent)
     for term, count in summands.items():
@@ -438,18 +504,18 @@ def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> tupl
         rest = summands.copy()
         del rest[term]
         if terms(body) == rest:
-            return body, total.user
+            return Found(body, total.user)
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
     return None
 
 
-def _body(r: Reader, total: Reduce, n: ix.Index) -> Expr | None:
-    """What `total` reduces, read at axis `n`; None when it reduces other dims than that one."""
+def _body(r: Reader, total: Reduce, n: ix.Index, at: ix.Index | None = None) -> Expr | None:
+    """What `total` reduces, read at axis `n`, or at `at` instead; None when it reduces other dims than that one."""
     t = tensor(total.node)
     assert t is not None
     if len(total.dims) != 1 or ix.shape_of(t)[total.dims[0]] != ix.axis_size(n):
         return None
-    inside = tuple(n if d == total.dims[0] else i for d, i in enumerate(total.index))
+    inside = tuple((at or n) if d == total.dims[0] else i for d, i in enumerate(total.index))
     if any(n in ix.axes(i) for d, i in enumerate(total.index) if d != total.dims[0]):
         return None
     return r.read(total.node, inside, total.user)

@@ -304,7 +304,7 @@ REASONS: dict[str, str | Form] = {
     "softmax_axis": "over_heads",
     "several_contractions": "content_multiplied",
     "several_softmaxes": "softmaxes_multiplied",
-    "denominator": "softmax_one",
+    "denominator": "denominator_with_a_score",
     "nonlinear_weights": "post_square",
     "layout": "weights_of_reversed_heads",
     "transform": "vmapped_mask",

@@ -844,9 +844,72 @@ def differential_two_values(g):
     )
 
 
-@form(skip="*")
+@form()
 def softmax_one(g):
     return (lambda q, k, v: (lambda e: (e / (1 + e.sum(-1, keepdim=True))) @ v)(sc(q, k).exp())), g.qkv()
+
+
+@form()
+def softmax_one_less_the_maximum(g):
+    def fn(q, k, v):
+        s = sc(q, k)
+        top = s.amax(-1, keepdim=True)
+        e = torch.exp(s - top)
+        return (e * (1.0 / (e.sum(-1, keepdim=True) + torch.exp(-top)))) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def softmax_one_of_masked_rows(g):
+    def fn(q, k, v, keep):
+        s = sc(q, k).masked_fill(~keep[:, None, None], NEG)
+        top = s.amax(-1, keepdim=True).clamp(min=0)
+        e = torch.exp(s - top)
+        return (e / (torch.exp(-top) + e.sum(-1, keepdim=True))) @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form()
+def sink_in_the_denominator(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k) + torch.triu(torch.full((q.shape[2], k.shape[2]), -1e9, dtype=q.dtype), 1)
+        top = s.max(-1, keepdim=True).values
+        e = torch.exp(s - top)
+        return (e / (e.sum(-1, keepdim=True) + torch.exp(sinks[:, None, None] - top))) @ v
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form(skip="denominator")
+def softmax_one_of_rows_of_nan(g):
+    """Where nothing is kept the maximum is -inf, and eager's weights are NaN."""
+
+    def fn(q, k, v, keep):
+        s = sc(q, k).masked_fill(~keep[:, None, None], NEG)
+        top = s.amax(-1, keepdim=True)
+        e = torch.exp(s - top)
+        return (e / (torch.exp(-top) + e.sum(-1, keepdim=True))) @ v
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
+@form(skip="denominator")
+def softmax_one_of_other_units(g):
+    """What is added is not less the maximum."""
+
+    def fn(q, k, v):
+        s = sc(q, k)
+        e = torch.exp(s - s.amax(-1, keepdim=True))
+        return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+    return fn, g.qkv()
+
+
+@form(skip="denominator")
+def denominator_with_a_score(g):
+    return (lambda q, k, v: (lambda e: (e / (e[..., :1] + e.sum(-1, keepdim=True))) @ v)(sc(q, k).exp())), g.qkv()
 
 
 @form()
