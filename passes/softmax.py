@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -51,12 +52,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Found:
-    """A softmax: its scores, the node that ends it, and, where it is over one more key than meet a value, that axis,
-    which the scores are read at, and the score of that key."""
+    """A softmax: its scores, the node that ends it, and, where one by hand is over more keys than meet a value, its
+    axis, which the scores are read at, and where the others start; `sink` is the score of one more key behind them."""
 
     scores: Expr
     node: Node
     keys: ix.Index | None = None
+    start: ix.Index = ix.ZERO
     sink: Expr | None = None
 
 
@@ -178,14 +180,13 @@ def _part(e: Expr, softmax: Expr, others: frozenset[Expr]) -> Expr | None:
 def _weights(r: Reader, post: Expr, where: Expr, found: Found, n: ix.Index, consumer: Node) -> Weights | Failure:
     """`post` is the weights as a function of p, which is the softmax `where`."""
     scores, node, sink = found.scores, found.node, found.sink
-    keys, start = (n, ix.ZERO) if where.op != "softmax" else _extent(where.value, n)
+    keys, start = (found.keys or n, found.start) if where.op != "softmax" else _extent(where.value, n)
     post = _gates_loaded(r, post, n)
     if where.op == "softmax" and keys is n and (apart := _sink(r, post, scores, n)) is not None:
         post, sink = apart
         s, keys = where.value, ix.axis("n", ix.axis_size(n) + 1)
         scores = r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call)
     if sink is not None:
-        keys = found.keys or keys
         scores = build("where", _within(keys, start, ix.axis_size(n)), scores, sink)
     if others := [x for x in score.topological(post) if x.op in ("dot", "reduce", "softmax")]:
         own = {x.value.node for x in score.topological(scores) if x.op == "dot"}
@@ -409,6 +410,11 @@ def _divided(
         return Failure("denominator", "the normaliser is not the plain sum of the exponentials", consumer)
     total: Reduce = denominator.value
     body = _body(r, total, n)
+    if body is None and total.op == "sum" and added is None:
+        for keys, start in _more_keys(r, numerator, total, n):
+            whole = _exponent(total, _body(r, total, keys))
+            if _body(r, total, keys, ix.sympy.expand(n + start)) is numerator and whole is not None:
+                return Found(whole, total.user, keys, start)
     if total.op != "sum" or body is None:
         return Failure(
             "softmax_axis",
@@ -425,7 +431,25 @@ def _divided(
     sink = _score_of(r, added, exponent, n, keys) if exponent is not None else None
     if exponent is None or sink is None:
         return Failure("denominator", "the normaliser is not the plain sum of the exponentials", consumer)
-    return Found(strip_row_constants(r, exponent, keys), total.user, keys, sink)
+    return Found(strip_row_constants(r, exponent, keys), total.user, keys, sink=sink)
+
+
+def _more_keys(r: Reader, part: Expr, total: Reduce, n: ix.Index) -> Iterator[tuple[ix.Index, ix.Index]]:
+    """(the axis of all keys, where on it `n` may start), if `total` is over more keys than `part` has."""
+    t = tensor(total.node)
+    assert t is not None
+    if len(total.dims) != 1 or (body := _body(r, total, keys := ix.axis("n", ix.shape_of(t)[total.dims[0]]))) is None:
+        return
+    at = {x.value.node: x.value.index for x in score.topological(body) if x.op == "dot"}
+    for x in score.topological(part):
+        if x.op != "dot" or x.value.node not in at:
+            continue
+        for whole, own in zip(at[x.value.node], x.value.index, strict=True):
+            start = ix.sympy.expand(own - n - whole + keys)
+            if keys in ix.axes(whole) and not {n, keys} & ix.axes(start) and ix.nonnegative(start):
+                behind = ix.sympy.expand(ix.axis_size(keys) - start - ix.axis_size(n))
+                if ix.nonnegative(behind):
+                    yield keys, start
 
 
 def _score_of(r: Reader, added: Expr, exponent: Expr, n: ix.Index, keys: ix.Index) -> Expr | None:
@@ -490,23 +514,30 @@ def _exponential(r: Reader, exponent: Expr, n: ix.Index, consumer: Node) -> Foun
             total = inner.args[0].value
         elif total is None or total.op != "logsumexp":
             continue
+        rest = summands.copy()
+        del rest[term]
         body = _body(r, total, n)
         if body is None:
+            for keys, start in _more_keys(r, exponent, total, n):
+                part, whole = (_exponent(total, _body(r, total, keys, at)) for at in (ix.sympy.expand(n + start), keys))
+                if part is not None and whole is not None and terms(part) == rest:
+                    return Found(whole, total.user, keys, start)
             return Failure(
                 "softmax_axis",
                 f"normalised over dims {total.dims}, not over the one contracted with the values",
                 total.user,
             )
-        if total.op == "sum":
-            if (logarithm := _log(body)) is None:
-                continue
-            body = logarithm
-        rest = summands.copy()
-        del rest[term]
+        if (body := _exponent(total, body)) is None:
+            continue
         if terms(body) == rest:
             return Found(body, total.user)
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
     return None
+
+
+def _exponent(total: Reduce, body: Expr | None) -> Expr | None:
+    """What the exponentials are of that `total` adds."""
+    return None if body is None else _log(body) if total.op == "sum" else body
 
 
 def _body(r: Reader, total: Reduce, n: ix.Index, at: ix.Index | None = None) -> Expr | None:

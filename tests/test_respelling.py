@@ -17,11 +17,8 @@ from torchflash.passes import rewrite_graph
 
 # graphs traced inside vmap have no values to go by, and rules do not know of the autocast around a node
 WITHOUT = {"vmapped_mask", *(n for n in FORMS if "autocast" in n)}
-# a softmax by hand over more keys than meet a value; scores that another layer reads, written in place
-MISSED = {
-    ("weights_sliced_keys", "softmax_by_hand"), ("weights_sliced_keys", "softmax_by_logarithm"),
-    ("weights_sliced_keys", "softmax_by_logsumexp"), ("realformer_residual_scores", "in_place"),
-}  # fmt: skip
+# scores that another layer reads, written in place
+MISSED = {("realformer_residual_scores", "in_place")}
 CHOSEN = [n for n, f in FORMS.items() if not f.random and not f.skip and n not in WITHOUT]
 
 

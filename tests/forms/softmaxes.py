@@ -872,6 +872,26 @@ def softmax_one_of_masked_rows(g):
 
 
 @form()
+def sink_by_hand_cut_off(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k)
+        s = torch.cat([sinks[:, None, None].expand(s.shape[0], -1, s.shape[2], -1), s], dim=-1)
+        e = torch.exp(s - s.amax(-1, keepdim=True))
+        return (e / e.sum(-1, keepdim=True))[..., 1:] @ v
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form()
+def softmax_one_divided_at_the_end(g):
+    def fn(q, k, v):
+        e = sc(q, k).exp()
+        return (e @ v) / (1.0 + e.sum(-1, keepdim=True))
+
+    return fn, g.qkv()
+
+
+@form()
 def sink_in_the_denominator(g):
     def fn(q, k, v, sinks):
         s = sc(q, k) + torch.triu(torch.full((q.shape[2], k.shape[2]), -1e9, dtype=q.dtype), 1)
