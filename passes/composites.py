@@ -182,7 +182,7 @@ def _other_dtype(node: Node) -> bool:
 
 
 def begins_autocast(gm: GraphModule) -> bool:
-    return any(operation(n) == "_enter_autocast" for n in gm.graph.nodes)
+    return any(operation(n) in ("_enter_autocast", "wrap_with_autocast") for n in gm.graph.nodes)
 
 
 def _autocast(node: Node) -> torch.dtype | None:

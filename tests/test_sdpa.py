@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from torchflash import Options, rewrite
 from torchflash.backend import torchflash
 
 INF = float("inf")
@@ -121,6 +122,17 @@ def test_autocast_around_a_nested_graph():
         out = compiled(checkpointed)(*args, mask)
         assert counts() == {code: 1}
         torch.testing.assert_close(out, checkpointed(*args, mask), atol=2e-2, rtol=2e-2)
+
+
+def test_autocast_in_an_exported_graph():
+    class Model(nn.Module):
+        def forward(self, *args):
+            return F.scaled_dot_product_attention(*args) + under_autocast(*args)
+
+    args = *operands(dtype=torch.bfloat16), MASKS["lowest"]
+    gm, report = rewrite(torch.export.export(Model(), args).module(), Options(sdpa="all"))
+    assert report.counts() == {"rewritten": 1, "skipped.sdpa": 1}
+    torch.testing.assert_close(gm(*args), Model()(*args), atol=2e-2, rtol=2e-2)
 
 
 def test_dropout_keeps_what_it_says():
