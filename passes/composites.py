@@ -11,6 +11,7 @@ as it is. Calls of scaled_dot_product_attention are closed again unless what is 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import operator
@@ -128,13 +129,16 @@ def _describe(node: Node, copies: dict[Node, Node]) -> None:
 CALL = "scaled_dot_product_attention"
 
 
-def open_calls(gm: GraphModule, which: str) -> tuple[list[Opened], dict[Node, str]]:
+def open_calls(gm: GraphModule, which: str, unsure: bool = False) -> tuple[list[Opened], dict[Node, str]]:
     """Opens the calls of scaled_dot_product_attention of the kind `which` (Options.sdpa), whose users take the opened
-    result; and why the others are left to torch."""
+    result; and why the others are left to torch. `unsure`: an autocast may begin in a graph that calls this one."""
     opened, left = [], {}
     for node in [n for n in gm.graph.nodes if operation(n) == CALL]:
         why = _left_to_torch(node, which)
-        found = None if why else _open(gm, node, _attention)
+        dtype = None if why else _autocast(node)
+        if not why and unsure and dtype is None and _other_dtype(node):
+            why = "autocast may round its mask"
+        found = None if why else _open(gm, node, functools.partial(_attention, autocast=dtype))
         if found is None:
             left[node] = why or "its operations could not be traced"
             continue
@@ -184,6 +188,32 @@ def _mask(node: Node) -> Any:
     return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
 
 
+def _other_dtype(node: Node) -> bool:
+    """Whether the mask is of another floating-point dtype than the result."""
+    result, mask = tensor(node), tensor(_mask(node))
+    return result is not None and mask is not None and mask.dtype not in (result.dtype, torch.bool)
+
+
+def begins_autocast(gm: GraphModule) -> bool:
+    return any(operation(n) in ("_enter_autocast", "wrap_with_autocast") for n in gm.graph.nodes)
+
+
+def _autocast(node: Node) -> torch.dtype | None:
+    """What autocast rounds the operands of a call to, the mask as well; None outside of autocast."""
+    q, result = tensor(node.args[0] if node.args else node.kwargs.get("query")), tensor(node)
+    if q is None or result is None:
+        return None
+    active = [torch.is_autocast_enabled(q.device.type)]
+    for n in node.graph.nodes:
+        if n is node:
+            break
+        if operation(n) == "_enter_autocast":
+            active.append(bool(n.args[2]) if n.args[0] == q.device.type else active[-1])
+        elif operation(n) == "_exit_autocast":
+            active.pop()
+    return result.dtype if active[-1] or q.dtype != result.dtype else None
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -193,8 +223,13 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> torch.Tensor:
     """As torch documents scaled_dot_product_attention: a query without any key gives 0."""
+    if autocast is not None:
+        query, key, value = query.to(autocast), key.to(autocast), value.to(autocast)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(autocast)  # finfo.min of float32 is then -inf
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask beside is_causal")  # an error of torch's, or what the kernel it takes makes of it
     if enable_gqa:

@@ -21,7 +21,7 @@ from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
-from torchflash.passes.composites import close_calls, name_dtypes, open_calls, open_composites
+from torchflash.passes.composites import begins_autocast, close_calls, name_dtypes, open_calls, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
@@ -55,16 +55,17 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
     with code `internal`."""
     options = options or Options()
     records: list[Rewritten | Skipped] = []
-    for module in list(gm.modules()):
-        if isinstance(module, GraphModule):
-            records += _rewrite_one(module, options)
+    modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    autocasts = any(map(begins_autocast, modules))
+    for module in modules:
+        records += _rewrite_one(module, options, unsure=autocasts and module is not gm)
     return records
 
 
-def _rewrite_one(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
+def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewritten | Skipped]:
     open_composites(gm)
     name_dtypes(gm)
-    opened, left = open_calls(gm, options.sdpa)
+    opened, left = open_calls(gm, options.sdpa, unsure)
     order = {n.name: i for i, n in enumerate(gm.graph.nodes)}
     records: list[Rewritten | Skipped] = [_skip(n, Failure("sdpa", why)) for n, why in left.items()]
     closed: set[str] = set()

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
+from torchflash import Options, rewrite
 from torchflash.backend import torchflash
 
 INF = float("inf")
@@ -88,6 +90,49 @@ def test_half_precision():
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask)
     assert counts()["rewritten"] == 1 and out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+def under_autocast(q, k, v, mask):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_rounds_the_mask_too(outside, dtype):
+    """To -inf, where it is the lowest float32: a query without keys then gives 0."""
+    args = *operands(dtype=dtype), MASKS["lowest"]
+    function = F.scaled_dot_product_attention if outside else under_autocast
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        out, exact = compiled(function)(*args), function(*args)
+    assert counts() == {"rewritten": 1} and out.dtype == torch.bfloat16
+    assert not out[..., 3, :].count_nonzero()
+    torch.testing.assert_close(out, exact, atol=2e-2, rtol=2e-2)
+
+
+def test_autocast_around_a_nested_graph():
+    """There the graph of the call does not say whether its mask is rounded."""
+
+    def checkpointed(q, k, v, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(F.scaled_dot_product_attention, q, k, v, mask, use_reentrant=False)
+
+    args = operands(dtype=torch.bfloat16)
+    for mask, code in ((MASKS["lowest"], "skipped.sdpa"), (MASKS["bool"], "rewritten")):
+        out = compiled(checkpointed)(*args, mask)
+        assert counts() == {code: 1}
+        torch.testing.assert_close(out, checkpointed(*args, mask), atol=2e-2, rtol=2e-2)
+
+
+def test_autocast_in_an_exported_graph():
+    class Model(nn.Module):
+        def forward(self, *args):
+            return F.scaled_dot_product_attention(*args) + under_autocast(*args)
+
+    args = *operands(dtype=torch.bfloat16), MASKS["lowest"]
+    gm, report = rewrite(torch.export.export(Model(), args).module(), Options(sdpa="all"))
+    assert report.counts() == {"rewritten": 1, "skipped.sdpa": 1}
+    torch.testing.assert_close(gm(*args), Model()(*args), atol=2e-2, rtol=2e-2)
 
 
 def test_dropout_keeps_what_it_says():
