@@ -21,7 +21,7 @@ from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
-from torchflash.passes.composites import begins_autocast, close_calls, name_dtypes, open_calls, open_composites
+from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
 from torchflash.passes.keep import keep
@@ -29,6 +29,7 @@ from torchflash.passes.lookups import SPLITS
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
+from torchflash.passes.sdpa import begins_autocast, close_calls, open_calls
 from torchflash.passes.softmax import Failure
 from torchflash.passes.views import VIEWS
 from torchflash.report import SKIP_CODES, Rewritten, Skipped, bytes_of_scores, dims, locate
