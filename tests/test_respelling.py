@@ -16,8 +16,8 @@ from torchflash.options import Options
 from torchflash.passes import rewrite_graph
 
 # graphs traced inside vmap have no values to go by; rules do not know of the autocast around a node; where a score is
-# inf, which gradients are NaN depends on the spelling
-WITHOUT = {"vmapped_mask", "infinite_bias_column", *(n for n in FORMS if "autocast" in n)}
+# inf, which gradients are NaN depends on the spelling; of scores of millions a logarithm says little
+WITHOUT = {"vmapped_mask", "infinite_bias_column", "constant_inputs", *(n for n in FORMS if "autocast" in n)}
 # scores that another layer reads, written in place
 MISSED = {("realformer_residual_scores", "in_place")}
 CHOSEN = [n for n, f in FORMS.items() if not f.random and not f.skip and n not in WITHOUT]
