@@ -225,9 +225,7 @@ def _forward(
         unfused.forward(problem, out, lse)
         return out, lse
     kernels = _kernels_for(q, v)
-    if kernels is not None:
-        done = _recorded(problem, way, tensors, lambda: kernels.forward(problem, out, lse))
-    if kernels is None or not done:
+    if kernels is None or not _recorded(problem, way, tensors, lambda: kernels.forward(problem, out, lse)):
         reference.forward(problem, out, lse)
     return out, lse
 

@@ -399,11 +399,11 @@ def _divided(
     if exponent is None or not r.depends(numerator) or n not in ix.expr_axes(numerator):
         return None
     added = None
-    if denominator.op == "+":
-        sums = [x for x in denominator.args if x.op == "reduce" and x.value.op == "sum"]
-        if len(sums) == 1:
-            added = next((x for x in denominator.args if x is not sums[0]), None)
-            (denominator,) = sums
+    summands = terms(denominator)
+    sums = [x for x in summands if x.op == "reduce" and x.value.op == "sum"]
+    if len(sums) == 1 and len(summands) == 2 and set(summands.values()) == {1}:
+        (denominator,) = sums
+        (added,) = summands.keys() - {denominator}
     if denominator.op != "reduce":
         if not r.depends(denominator):
             return None

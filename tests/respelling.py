@@ -287,30 +287,34 @@ def by_reshape(gm: GraphModule, node: Node) -> Node | None:
     return None
 
 
-@rule
-def softmax_by_hand(gm: GraphModule, node: Node) -> Node | None:
+def _softmax(node: Node) -> tuple[Any, int] | None:
+    """The argument and the dim of a softmax, if that is all that is said of it."""
     found = given(node, SOFTMAX, "input", "dim")
     if not found or not isinstance(found.get("dim"), int) or not floating(found["input"]):
         return None
-    x, dim = found["input"], found["dim"]
+    return found["input"], found["dim"]
+
+
+@rule
+def softmax_by_hand(gm: GraphModule, node: Node) -> Node | None:
+    if (found := _softmax(node)) is None:
+        return None
+    x, dim = found
     e = call(gm, torch.exp, call(gm, operator.sub, x, call(gm, "amax", x, dim, keepdim=True)))
     return call(gm, operator.truediv, e, call(gm, "sum", e, dim, keepdim=True))
 
 
 @rule
 def softmax_by_logarithm(gm: GraphModule, node: Node) -> Node | None:
-    found = given(node, SOFTMAX, "input", "dim")
-    if not found or not isinstance(found.get("dim"), int) or not floating(found["input"]):
-        return None
-    return call(gm, torch.exp, call(gm, F.log_softmax, found["input"], found["dim"]))
+    found = _softmax(node)
+    return None if found is None else call(gm, torch.exp, call(gm, F.log_softmax, *found))
 
 
 @rule
 def softmax_by_logsumexp(gm: GraphModule, node: Node) -> Node | None:
-    found = given(node, SOFTMAX, "input", "dim")
-    if not found or not isinstance(found.get("dim"), int) or not floating(found["input"]):
+    if (found := _softmax(node)) is None:
         return None
-    x, dim = found["input"], found["dim"]
+    x, dim = found
     return call(gm, torch.exp, call(gm, torch.sub, x, call(gm, torch.logsumexp, x, dim, keepdim=True)))
 
 

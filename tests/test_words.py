@@ -51,3 +51,8 @@ def test_heads_and_dropout(heads, words):
     record = Rewritten(score="where(n <= m, s, -inf)", keep="n <= m", q=q, k=k, v=k)
     assert record.what == words and words in str(record)
     assert Rewritten(score="s", dropout_p=0.1).what == "full attention, dropout 0.1"
+
+
+def test_what_is_shared_is_looked_at_once():
+    levels = "; ".join(f"x{i + 1} = tanh(x{i}) + x{i}" for i in range(40))
+    assert in_words(f"x0 = 0.5 * s; {levels}; x40 + 0.0 * x40") == "tanh"

@@ -38,6 +38,7 @@ def in_words(score: str, keep: str = "", post: str = "p") -> str:
 # --------------------------------------------------------------------------------------------------------------- masks
 
 
+@functools.lru_cache(maxsize=4096)
 def _kept(e: Expr) -> Expr:
     """Where `e` is not a mask's number; loads that are added may be masks too, and are not looked at."""
     if e.op == "where":
@@ -133,6 +134,7 @@ def _value(e: Expr, m: int, n: int) -> Any:
 # -------------------------------------------------------------------------------------------------------------- scores
 
 
+@functools.lru_cache(maxsize=4096)
 def _unmasked(e: Expr, masks: tuple[Expr, ...]) -> Expr:
     """The score where nothing is masked."""
     if e.op == "where":
@@ -148,25 +150,26 @@ def _unmasked(e: Expr, masks: tuple[Expr, ...]) -> Expr:
     return e
 
 
-def _changes(e: Expr) -> list[str]:
-    """What happens to `s` on the way up to `e`, in that order."""
+@functools.lru_cache(maxsize=4096)
+def _changes(e: Expr) -> tuple[str, ...]:
+    """What happens to `s` on the way up to `e`, in that order, each once."""
     if "s" not in sc.names(e) or e.op == "name":
-        return []
-    inside = [word for a in e.args for word in _changes(a)]
+        return ()
+    inside = tuple(dict.fromkeys(word for a in e.args for word in _changes(a)))
     others = [a for a in e.args if "s" not in sc.names(a)]
     match e.op:
         case "+" | "-":
-            return inside + [_added(a) for a in others if a.op != "const"]
+            return (*inside, *(_added(a) for a in others if a.op != "const"))
         case "*" | "/":
             factors = [load for a in others for load in sc.loads(a)]
             tanh = next((a for a in e.args if a.op == "tanh"), None)
             if tanh is not None and others and others[0].op == "const":
-                return [*_changes(tanh.args[0]), f"softcap {others[0].value:g}"]
-            return inside + ([f"scale by {_by(_axes(*factors))}"] if factors else [])
+                return (*_changes(tanh.args[0]), f"softcap {others[0].value:g}")
+            return (*inside, f"scale by {_by(_axes(*factors))}") if factors else inside
         case "neg" | "float" | "half" | "bfloat16":
             return inside
     function = e.op if e.op.isalnum() and e.op != "where" else "a function of the score"
-    return [*inside, function]
+    return (*inside, function)
 
 
 def _added(e: Expr) -> str:
