@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torchflash import score as sc
 from torchflash.kernels.forms import Form
-from torchflash.score import Expr
 
 # Larger head dimensions are read chunk by chunk instead of held, and the columns of a result are shared out in slices,
 # each computing the scores again. By the operands' itemsize: float32 as three tf32 products needs registers.
@@ -48,23 +47,23 @@ def chunks(dim: int) -> tuple[int, ...]:
 
 
 def kind(form: Form, itemsizes: Sequence[int]) -> str:
-    """What a kernel's tiles depend on besides sizes: "full" or "masked" (with a tile map); "read" or "wide" where the
-    mask is a tensor as large as the scores, of 1 or 2 bytes an element or of more; "bias" where such a tensor is added,
-    "heavy" where others are loaded into every tile. `itemsizes` are those of the captured tensors."""
-    loads = sc.loads(form.body)
-    if any(map(_large, loads)):
+    """What a kernel's tiles depend on besides sizes: "full" or "masked" (with a tile map); "vector" where the mask
+    loads vectors along the keys, "read" or "wide" where it is a tensor as large as the scores, of 1 or 2 bytes an
+    element or of more; "bias" where such a tensor is added, "heavy" where vectors are loaded into every tile.
+    `itemsizes` are those of the captured tensors."""
+    loads = [sc.names(x) for x in sc.loads(form.body)]
+    if any({"m", "n"} <= names for names in loads):
         return "bias"
-    if loads:
+    if any({"m", "n"} & names for names in loads):
         return "heavy"
     keep = form.program.keep
     if keep is None:
         return "full"
-    widths = [itemsizes[int(x.value[1:])] for x in sc.loads(keep) if _large(x)]
-    return "masked" if not widths else "read" if max(widths) <= 2 else "wide"
-
-
-def _large(load: Expr) -> bool:
-    return {"m", "n"} <= sc.names(load)
+    loaded = {x: sc.names(x) for x in sc.loads(keep)}
+    widths = [itemsizes[int(x.value[1:])] for x, names in loaded.items() if {"m", "n"} <= names]
+    if widths:
+        return "read" if max(widths) <= 2 else "wide"
+    return "vector" if any("n" in names for names in loaded.values()) else "masked"
 
 
 # (kernel, itemsize) -> [(largest head dimension, tiles from the first choice to the last resort)]
@@ -102,7 +101,11 @@ _TABLE: dict[tuple[str, int], list[tuple[int, list[Tile]]]] = {
 # Measured on an H200 (triton 3.6, bf16, 16k tokens in sequences of 4096 and 8192, hidden size 2048).
 _HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
     "forward": {
-        64: {None: Tile(64, 128, 4, 2), "bias": Tile(128, 64, 4, 3), "heavy": Tile(64, 64, 4, 3)},
+        # 128 elements are so many that 4 warps load them in an order of their own, into which the scores then move
+        64: {
+            None: Tile(64, 128, 4, 2), "bias": Tile(128, 64, 4, 3), "heavy": Tile(64, 64, 4, 2),
+            "vector": Tile(64, 64, 4, 2),
+        },
         128: {
             None: Tile(128, 64, 4, 2), "bias": Tile(128, 128, 8, 2), "heavy": Tile(64, 64, 4, 2),
             "wide": Tile(64, 64, 4, 2),
@@ -110,7 +113,10 @@ _HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
         256: {None: Tile(128, 64, 8, 2)},
     },
     "backward_kv": {
-        64: {None: Tile(64, 64, 4, 2), "full": Tile(64, 64, 4, 3), "masked": Tile(128, 64, 4, 2)},
+        64: {
+            None: Tile(64, 64, 4, 2), "full": Tile(64, 64, 4, 3), "masked": Tile(128, 64, 4, 2),
+            "vector": Tile(128, 64, 4, 2),
+        },
         128: {None: Tile(64, 64, 4, 2)},
         256: {None: Tile(64, 64, 8, 2)},
     },

@@ -169,8 +169,10 @@ class Printer:
             case "float":
                 return self.difference(e.args[0]) or self.cast(e.args[0], a, "f")
             case "half" | "bfloat16":
-                low = "tl.float16" if op == "half" else "tl.bfloat16"
-                return f"tl.cast(tl.cast({self.cast(e.args[0], a, 'f')}, {low}), tl.float32)"
+                value = self.cast(e.args[0], a, "f")
+                if op == "bfloat16" and spans_tile(e):
+                    return f"bfloat16_rounded({value})"
+                return f"tl.cast(tl.cast({value}, {'tl.float16' if op == 'half' else 'tl.bfloat16'}), tl.float32)"
             case "isnan":
                 return f"{a} != {a}"
             case "nan_to_num":
@@ -228,10 +230,13 @@ def positive(e: Expr) -> bool:
 
 def full_tile(e: Expr, text: str, like: str) -> str:
     """`text` broadcast to a whole float tile, where the program itself does not span it."""
+    return text if spans_tile(e) else f"tl.full({like}.shape, 0.0, tl.float32) + {text}"
+
+
+def spans_tile(e: Expr) -> bool:
+    """Whether the value is [BLOCK_M, BLOCK_N] in a tile, rather than a vector or a scalar."""
     used = sc.names(e)
-    if used & {"s", "p", "g"} or {"m", "n"} <= used:
-        return text
-    return f"tl.full({like}.shape, 0.0, tl.float32) + {text}"
+    return bool(used & {"s", "p", "g"}) or {"m", "n"} <= used
 
 
 # ----------------------------------------------------------------------------------------------------------- functions

@@ -13,6 +13,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(2.0**100)  # forms.FAR
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
@@ -196,10 +197,41 @@ def as_index(x):
 
 @triton.jit
 def float_of_difference(a, b):
-    """float(a - b) for integers below 2**48, rounded once; what it converts are a and b, which may be vectors."""
-    high = (a >> 24).to(tl.int32).to(tl.float32) - (b >> 24).to(tl.int32).to(tl.float32)
-    low = (a & 0xFFFFFF).to(tl.int32).to(tl.float32) - (b & 0xFFFFFF).to(tl.int32).to(tl.float32)
-    return tl.fma(high, tl.full(high.shape, 16777216.0, tl.float32), low)
+    """float(a - b) for integers, rounded once if it is below 2**46, else within one ulp; what is converted is a and b,
+    which may be vectors. a - b itself does not overflow."""
+    digit: tl.constexpr = 1 << 22
+    if a.dtype.primitive_bitwidth < 64 and b.dtype.primitive_bitwidth < 64:
+        high = with_mantissa((a >> 22) + digit // 2) - with_mantissa((b >> 22) + digit // 2)
+    else:
+        high = with_mantissa((a >> 22) & (digit - 1)) - with_mantissa((b >> 22) & (digit - 1))
+        top = with_mantissa((a >> 44) + digit // 2) - with_mantissa((b >> 44) + digit // 2)
+        high = tl.fma(top, tl.full(top.shape, digit, tl.float32), high)
+    low = with_mantissa(a & (digit - 1)) - with_mantissa(b & (digit - 1))
+    return tl.fma(high, tl.full(high.shape, digit, tl.float32), low)
+
+
+@triton.jit
+def with_mantissa(x):
+    """2**23 + x for integers 0 <= x < 2**23. Differences of these are exact; those of conversions LLVM would make
+    conversions of differences, of which there are more."""
+    return (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bfloat16_rounded(x):
+    """A float32 tile rounded to bfloat16 and back: two elements by one instruction, where a conversion alone would be
+    one of the slow ones, beside exp2."""
+    if INTERPRETED:
+        y = x.to(tl.bfloat16).to(tl.float32)
+    else:
+        y = tl.inline_asm_elementwise(
+            """{ .reg .b32 both;
+                cvt.rn.bf16x2.f32 both, $3, $2;
+                shl.b32 $0, both, 16;
+                and.b32 $1, both, 0xffff0000; }""",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return y
 
 
 @triton.jit

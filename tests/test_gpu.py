@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
+from mathematics import check_bfloat16, check_differences
 from oracle import INF, Inputs, check, run_op
 from test_even_rows import WAYS, left_padded, masked
 
@@ -57,6 +58,11 @@ def qkv(B, H, M, N, D, DV=None, heads=None, dtype=BF16):
 @pytest.mark.parametrize("name", ["causal", "bias", "dropout", "grouped"])
 def test_fp16(name):
     check(build(BY_NAME[name], F16, device="cuda"), slack=2 * BY_NAME[name].slack)
+
+
+def test_mathematics():
+    check_differences("cuda")
+    check_bfloat16("cuda")
 
 
 @pytest.mark.parametrize("D", [1, 3, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512])

@@ -56,6 +56,13 @@ def test_programs(case: Case):
 
 
 @interpreted
+def test_mathematics():
+    from mathematics import check_differences
+
+    check_differences("cpu")
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     "name",
