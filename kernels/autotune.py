@@ -43,7 +43,7 @@ log = logging.getLogger("torchflash")
 
 TRIED = 12  # candidates
 MANY_LINES = 256  # batch · heads beyond which a GPU is busy anyway
-ADDING = ("backward_capture",)
+NEVER = ("backward_capture", "split")  # it adds; what it takes depends on how the keys are shared out
 _known: dict[str, Tile | None] = {}  # by `describe`; None: nothing can be measured
 _lock = threading.Lock()
 
@@ -58,7 +58,7 @@ def fastest(name: str, own: Any, o: Operands, usual: Tile, launch: Launch) -> tu
     `own` is the kernel's variant, as in launch.run; `usual` its first choice otherwise, with what the user fixed.
     """
     fixed = o.problem.tuning.tile(name)
-    if name in ADDING or (name == "backward_q" and own[1]) or len(fixed) == len(PARAMETERS):
+    if name in NEVER or (name == "backward_q" and own[1]) or len(fixed) == len(PARAMETERS):
         return None, True
     kind = describe(name, own, o)
     with _lock:

@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torchflash.kernels import autotune, launch, launcher, maps, operands, reference
+from torchflash.kernels import autotune, launch, launcher, maps, operands, reference, split
 from torchflash.kernels import program as programs
 from torchflash.kernels.candidates import Work, shared_limit
 from torchflash.kernels.configs import Tile
@@ -182,6 +182,12 @@ def table(case: Case, name: str, capability: int) -> list[Tile]:
     """What the built-in table has for the kernel, from the first choice on."""
     with elsewhere(launcher.start, capability):
         return launch.tiles(name, operands.Operands(case.problem()))
+
+
+def is_split(case: Case) -> bool:
+    """Whether the forward of the case is that of few queries (split.py), which has no kernel "forward"."""
+    with elsewhere(launcher.start):
+        return split.suits(operands.Operands(case.problem()))
 
 
 def work(case: Case, capability: int) -> Work:

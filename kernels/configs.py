@@ -78,6 +78,15 @@ _TABLE: dict[tuple[str, int], list[tuple[int, list[Tile]]]] = {
         (64, [Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)]),
         (128, [Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)]),
     ],
+    ("split", 2): [
+        (64, [Tile(16, 128, 4, 3), Tile(16, 64, 4, 2)]),
+        (128, [Tile(16, 128, 4, 2), Tile(16, 64, 4, 2)]),
+        (256, [Tile(16, 32, 4, 3), Tile(16, 32, 4, 2)]),
+    ],
+    ("split", 4): [
+        (64, [Tile(16, 64, 4, 2)]),
+        (128, [Tile(16, 32, 4, 2)]),
+    ],
     ("backward_kv", 2): [
         (64, [Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)]),
         (128, [Tile(64, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)]),
@@ -142,7 +151,7 @@ def tiles(
     if choices is None:
         raise ValueError(f"no tiles for head dimension {dim}")
     if hopper and itemsize == 2:
-        first = next((t for largest, t in _HOPPER[kernel].items() if dim <= largest), None)
+        first = next((t for largest, t in _HOPPER.get(kernel, {}).items() if dim <= largest), None)
         if first is not None:
             choices = [first.get(kind(form, itemsizes), first[None]), *choices]
     return [*choices, *_LAST]

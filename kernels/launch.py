@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from torchflash.kernels import autotune, configs, even, lower
+from torchflash.kernels import autotune, configs, even, lower, split
 from torchflash.kernels import backward as bwd
 from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forward import attention_forward
@@ -119,6 +119,10 @@ def tiles(name: str, o: Operands) -> list[configs.Tile]:
     itemsizes = [c.itemsize for c in o.problem.captures]
     choices = configs.tiles(name, setup.held, setup.itemsize, setup.form, itemsizes, setup.hopper)
     fixed = o.problem.tuning.tile(name)
+    if name == "split":  # as many rows as there are
+        rows = split.rows(o)
+        fixed = {k: v for k, v in fixed.items() if k != "BLOCK_M"}
+        choices = [tile._replace(block_m=rows) for tile in choices]
     return [choices[0].replaced(fixed), *choices] if fixed else choices
 
 
@@ -132,6 +136,9 @@ def extra_options() -> dict[str, Any]:
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
     o = Operands(problem)
+    if split.suits(o):
+        with device_guard(problem.q.device):
+            return _forward_split(o, out, lse)
     even.mark(o)
     p, setup = problem, o.setup
 
@@ -149,12 +156,59 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
             "fill": setup.form.far_fill, "huge": setup.form.huge,
             "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "ZERO": setup.form.zero,
             "SCORE": setup.value("score"), "BODY": setup.value("body"), "POST": setup.post, "parts": even.parts(p.N)[1],
-            **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.dims(setup.DV),
+            **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.dims(setup.DV), **setup.dropout,
         }  # fmt: skip
 
     with device_guard(p.q.device):
         changing = {"Q": p.q, "K": p.k, "V": p.v, "OUT": out, "LSE": lse, "SEED": p.seed}
         return run(attention_forward, "forward", o, grid, (None, layout(out)), by_tile, changing, others)
+
+
+def _forward_split(o: Operands, out: Tensor, lse: Tensor) -> bool:
+    p, setup = o.problem, o.setup
+    pack, lines = split.pack(o), p.B * p.H
+    changing: dict[str, Any] = {"Q": p.q, "K": p.k, "V": p.v}
+    by_last: dict[str, Any] = {}  # what goes with the tile that was tried last
+    last = configs.Tile(0, 0, 0, 0)
+
+    def grid(tile: configs.Tile) -> int:
+        return lines // pack * split.splits(o, tile)
+
+    def by_tile(tile: configs.Tile) -> dict[str, Any]:
+        nonlocal last
+        last, parts = tile, split.splits(o, tile)
+        by_last.update(
+            K_DESC=o.descriptor(p.k, tile.block_n, "k"), V_DESC=o.descriptor(p.v, tile.block_n, "v"),
+            STATISTICS=empty(lse, (2, lines * p.M, parts), torch.float32),
+            ACC=empty(lse, (lines * p.M, parts, setup.DV), torch.float32), **o.rows(tile),
+        )  # fmt: skip
+        return by_last
+
+    def others() -> dict[str, Any]:
+        dims = setup.dims()
+        return {
+            "splits": split.splits(o, last), "SCORE": setup.value("score"),
+            **{name: dims[name] for name in ("D", "DV", "CHUNKS", "CHUNKS_V")}, **strides(q=p.q, k=p.k, v=p.v),
+        }  # fmt: skip
+
+    def of_split() -> dict[str, Any]:
+        return {"PACK": pack, "BODY": setup.value("body"), **others()}
+
+    def of_combine() -> dict[str, Any]:
+        return {
+            **others(), **setup.common, **strides(o=out), "fill": setup.form.far_fill, "huge": setup.form.huge,
+            "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "ZERO": setup.form.zero,
+            "PARTS": split.PARTS, "BLOCK_M": 16, "BLOCK_N": last.block_n, "num_warps": 4, "num_stages": 1,
+            **extra_options(),
+        }  # fmt: skip
+
+    own = (None, layout(out))  # of both kernels
+    if not run(split.attention_split, "split", o, grid, own, by_tile, changing, of_split):
+        return False
+    of_parts = {name: x for name, x in by_last.items() if name != "RUN"}
+    changing |= of_parts | {"OUT": out, "LSE": lse}
+    setup.start(split.attention_combine, (last, own), lines * p.M, changing, of_combine)
+    return True
 
 
 class Saved:
@@ -282,6 +336,7 @@ def _backward_capture(o: Operands, saved: Saved, plan: CapturePlan, load: Expr) 
             **{f"USES_{axis.upper()}": axis in used for axis in "bhmn"}, "SCORE": setup.value("score"),
             "JOINT": setup.form.joint, "POST_GRADIENT": setup.gradient("post"), "SCORE_ADJOINT": adjoint("score"),
             "POST_ADJOINT": adjoint("post"), **strides(q=p.q, k=p.k, v=p.v, g=saved.do), **setup.dims(),
+            **setup.dropout,
         }  # fmt: skip
 
     changing = {"Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "ROWS": saved.rows, "GRADIENT": gradient}
@@ -314,7 +369,7 @@ def _backward_kv(o: Operands, saved: Saved, dk: Tensor, dv: Tensor) -> bool:
                 "length": saved.length, "factor": setup.form.factor, "JOINT": setup.form.joint,
                 "SCORE": setup.value("score"), "SCORE_GRADIENT": setup.gradient("score"), "BODY": setup.value("body"),
                 "BODY_GRADIENT": setup.gradient("body"), "POST": setup.post, "POST_GRADIENT": setup.gradient("post"),
-                **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dk=dk, dv=dv), **setup.dims(sliced),
+                **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dk=dk, dv=dv), **setup.dims(sliced), **setup.dropout,
             }  # fmt: skip
 
         changing = {"Q": p.q, "K": p.k, "V": p.v, "DO": saved.do, "ROWS": saved.rows, "DK": dk, "DV_": dv}
@@ -356,7 +411,7 @@ def _backward_q(
             "SCORE_GRADIENT": None if only_delta else setup.gradient("score", scattered),
             "BODY_GRADIENT": None if only_delta else setup.gradient(body, scattered),
             "POST_GRADIENT": setup.gradient("post", scattered), "ONLY_DELTA": only_delta,
-            **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dq=dq), **setup.dims(setup.D),
+            **strides(q=p.q, k=p.k, v=p.v, g=saved.do, dq=dq), **setup.dims(setup.D), **setup.dropout,
         }  # fmt: skip
 
     changing = {

@@ -57,9 +57,12 @@ class Setup:
         self.sizes = dict(zip(SIZES, [*p.sizes.values(), *[0] * (MAX_SIZES - len(p.sizes))], strict=True))
         self.common = dict(
             M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, lines=p.B * p.H, exponent=self.form.exponent,
-            threshold=philox.threshold(p.dropout_p) - 2**31, keep_scale=1.0 / (1.0 - p.dropout_p),
-            EXACT=self.form.exact, DROPOUT=p.dropout_p > 0, PRECISION=precision(p.q.dtype), S=self.S, **self.sizes,
+            EXACT=self.form.exact, PRECISION=precision(p.q.dtype), S=self.S, **self.sizes,
         )  # fmt: skip
+        self.dropout = {
+            "threshold": philox.threshold(p.dropout_p) - 2**31, "keep_scale": 1.0 / (1.0 - p.dropout_p),
+            "DROPOUT": p.dropout_p > 0,
+        }  # fmt: skip
         self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE[self.itemsize]
         self.held = configs.STREAM_TILES[self.itemsize] if self.stream else max(self.D, self.DV)
         whole = all(configs.chunks(d) == (d,) for d in (self.D, self.DV))

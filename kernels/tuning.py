@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torchflash.kernels.configs import LARGEST_BLOCK
 
-KERNELS = ("forward", "backward_kv", "backward_q")  # the kernels of captured gradients follow backward_q
+KERNELS = ("forward", "backward_kv", "backward_q")
+FOLLOWING = {"split": "forward", "backward_capture": "backward_q"}  # kernels whose tiles are fixed together with others
 PARAMETERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 WARPS, STAGES = (1, 2, 4, 8, 16), range(1, 9)
 
@@ -62,8 +63,8 @@ class Tuning:
         return cls(min_seqlen, autotune, tuple(tiles))
 
     def tile(self, kernel: str) -> dict[str, int]:
-        """{"BLOCK_M": 64, …}: what the user fixed for a kernel of KERNELS, or for "backward_capture"."""
-        kernel = "backward_q" if kernel == "backward_capture" else kernel
+        """{"BLOCK_M": 64, …}: what the user fixed for a kernel of KERNELS, or for one that follows it."""
+        kernel = FOLLOWING.get(kernel, kernel)
         return {parameter: value for k, parameter, value in self.tiles if k == kernel}
 
     def write(self) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
+from few_queries import WAYS as FEW
+from few_queries import few
 from mathematics import check_bfloat16, check_differences
 from oracle import INF, Inputs, check, run_op
 from test_even_rows import WAYS, left_padded, masked
@@ -98,6 +100,18 @@ def test_even_rows(way, dtype, dims):
     x.q, x.k, x.v = (t.cuda() for t in (x.q, x.k, x.v))
     x.captures = [t.cuda() for t in x.captures]
     check(x, slack=2.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 1), (3, 64, 2), (1, 80, 4), (16, 64, 1)], ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries(name, shape):
+    for _ in range(3):  # compiled, recorded, replayed
+        check(few(FEW[name], *shape, BF16, "cuda"), slack=4.0)
+
+
+@pytest.mark.parametrize("name", ["plain", "filled", "added_empty", "softcap"])
+def test_few_queries_in_float32(name):
+    check(few(FEW[name], 1, 64, 1, F32, "cuda"), slack=4.0)
 
 
 AGAIN = ["causal", "documents", "dropout", "grouped"]

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
+from few_queries import WAYS, few
 from oracle import INF, Inputs, check, eager, run_op, within_budget
 
 from torchflash import score as sc
@@ -275,6 +276,20 @@ def test_masks_with_gaps(keep: str):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, 130, 8), torch.randn(1, 2, 200, 8), torch.randn(1, 2, 200, 8)
     check(Inputs(q, k, v, score=f"where({keep}, 0.3 * s, -1e9)", keep=keep, fill=-1e9))
+
+
+@interpreted
+@pytest.mark.parametrize("name", WAYS)
+def test_few_queries(name: str, monkeypatch):
+    from torchflash.kernels import launch
+
+    taken = []
+    split = launch._forward_split
+    monkeypatch.setattr(launch, "_forward_split", lambda *args: taken.append(1) or split(*args))
+    shapes = [(1, 16, 1)] if name.startswith("added") else [(3, 24, 2)]
+    for M, D, heads in shapes:
+        check(few(WAYS[name], M, D, heads, F32), slack=4.0)
+    assert len(taken) == len(shapes) * WAYS[name].split
 
 
 @interpreted

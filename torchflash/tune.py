@@ -110,6 +110,7 @@ class Request:
 
 def parse(argv: Sequence[str] | None) -> Request:
     """Ends the program with one line on stderr for what cannot be tuned."""
+    from torchflash.kernels import compiling
     from torchflash.kernels.tuning import KERNELS
 
     p = parser()
@@ -125,7 +126,13 @@ def parse(argv: Sequence[str] | None) -> Request:
         if not os.path.isdir(folder):
             raise ValueError(f"--json: there is no folder {folder!r} to write to; make it first")
         capability, device = _gpu(a.arch)
-        return Request(_case(a), capability, device, kernels, a.top, a.jobs, a.json)
+        case = _case(a)
+        if "forward" in kernels and compiling.is_split(case):
+            raise ValueError(
+                f"--kernels: the forward of so few queries ({case.M}) shares out its keys, by a kernel that is not "
+                "tuned; leave it out, as in --kernels backward_kv,backward_q"
+            )
+        return Request(case, capability, device, kernels, a.top, a.jobs, a.json)
     except ValueError as e:
         p.error(str(e))
 

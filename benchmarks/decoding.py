@@ -1,0 +1,119 @@
+"""One query over a static cache of keys and values, as in generate(): torchflash beside SDPA over what is filled.
+
+    python benchmarks/decoding.py                      # batch 1 and 32, 8192 and 32768 filled
+    python benchmarks/decoding.py --batches 8 --filled 4096 --capacity 2.0
+
+The attention is written out as Hugging Face's models write it, with a mask over the whole cache, and compiled with
+backend="torchflash". "SDPA" is given the filled part alone, without a mask, which a model with a static cache cannot
+do; "masked" is the whole cache and the mask, as these models give it to SDPA by default, compiled by Inductor.
+
+Times are those of the device, in microseconds: calls are replayed from a CUDA graph, as with mode="reduce-overhead",
+the caches of different calls being different ones. The last column is how much of the bandwidth of a copy the bytes of
+the filled keys and values make of torchflash's time.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+
+CALLS = 8  # in a graph
+CACHED = 1 << 28  # bytes of keys and values that do not stay in the L2 cache
+
+
+def attend(q, k, v, mask):
+    """q [B, H, 1, D], k, v [B, Hk, N, D], mask [B, 1, 1, N] added to the scores."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5 + mask
+    return torch.matmul(torch.softmax(weights, -1, dtype=torch.float32).to(q.dtype), v)
+
+
+def attend_masked(q, k, v, mask):
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def microseconds(calls):
+    """Of one of the calls, replayed together from a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    times = []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(kept))
+    return sorted(times)[len(times) // 2]
+
+
+def bandwidth():
+    """Bytes a microsecond, read and written, of a copy: the faster of the copy engine and a kernel."""
+    x = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
+    y = torch.empty_like(x)
+    copies = (lambda: y.copy_(x), lambda: torch.neg(x, out=y))
+    return 2 * x.numel() * 4 / min(microseconds([copy] * 4) for copy in copies)
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--batches", default="1,32")
+    parser.add_argument("--filled", default="8192,32768")
+    parser.add_argument("--capacity", type=float, default=1.25, help="length of the cache, in filled lengths")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    o = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("decoding.py times a GPU; there is none")
+    copied = bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a copy {copied / 1e6:.2f} TB/s")
+    titles = zip(("batch", "filled", "cache", "SDPA", "masked", "torchflash", "/ SDPA", "/ masked", "error", "a copy"),
+                 (6, 8, 8, 9, 9, 12, 8, 10, 10, 8), strict=True)  # fmt: skip
+    print("".join(f"{title:>{width}}" for title, width in titles))
+    compiled, masked = torch.compile(attend, backend="torchflash"), torch.compile(attend_masked)
+    for B in map(int, o.batches.split(",")):
+        for filled in map(int, o.filled.split(",")):
+            N = int(filled * o.capacity)
+            torch.manual_seed(0)
+            size = 2 * B * o.kv_heads * N * o.dim * 2
+            q = torch.randn(B, o.heads, 1, o.dim, device="cuda", dtype=torch.bfloat16)
+            caches = [
+                torch.randn(2, B, o.kv_heads, N, o.dim, device="cuda", dtype=torch.bfloat16)
+                for _ in range(max(1, min(CALLS, CACHED // size + 1)))
+            ]
+            mask = torch.zeros(B, 1, 1, N, device="cuda", dtype=torch.bfloat16)
+            mask[..., filled:] = torch.finfo(torch.bfloat16).min
+
+            def ours(i, q=q, caches=caches, mask=mask):
+                return compiled(q, *caches[i % len(caches)], mask)
+
+            def rival(i, q=q, caches=caches, filled=filled):
+                k, v = caches[i % len(caches)][:, :, :, :filled]
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+            def whole(i, q=q, caches=caches, mask=mask):
+                return masked(q, *caches[i % len(caches)], mask)
+
+            k, v = (x.double().repeat_interleave(o.heads // o.kv_heads, 0) for x in caches[0][:, 0, :, :filled])
+            exact = F.scaled_dot_product_attention(q[0].double(), k, v)
+            error = float((ours(0)[0] - exact).norm() / exact.norm())
+            a, b, c = (microseconds([lambda i=i, f=f: f(i) for i in range(CALLS)]) for f in (rival, whole, ours))
+            share = 2 * B * o.kv_heads * filled * o.dim * 2 / copied / c
+            print(f"{B:>6}{filled:>8}{N:>8}{a:>9.1f}{b:>9.1f}{c:>12.1f}{c / a:>8.2f}{c / b:>10.2f}{error:>10.1e}"
+                  f"{share:>8.0%}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
