@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import BF16, F16, F32
+from few_queries import WAYS as FEW
+from few_queries import few
 from oracle import INF
 
 pytest.importorskip("triton")
@@ -100,6 +102,22 @@ def test_even_rows_on_hopper(name, D, monkeypatch):
     assert not any(r.spills or r.warnings for kernel in sums for r in found[kernel])
     for kernel in PRODUCTS & usual.keys():
         assert found[kernel][-1].stack <= usual[kernel][-1].stack + 96, kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize(("name", "dtype", "D"), [("filled", BF16, 128), ("plain", F16, 64), ("added", F32, 64)])
+def test_few_queries(name, dtype, D, capability):
+    for heads in (1, 4):
+        x = few(FEW[name], 1, D, heads, dtype)
+        kinds = programs.kinds_of(x.captures)
+        program = programs.read(x.score, x.keep, x.fill, x.post, kinds)
+        problem = Problem(x.q, x.k, x.v, x.captures, x.sizes, program, 0.0, None)
+        found = compile_launches(problem, [False] * len(x.captures), capability)
+        assert "attention_forward" not in found
+        for kernel in ("attention_split", "attention_combine"):
+            for r in found[kernel]:
+                assert r.spills <= 64 and not r.warnings, f"{kernel} sm_{capability}: {r}"
+        assert all(r.tensor_core for r in found["attention_split"])
 
 
 def test_float32_on_hopper():
