@@ -244,15 +244,22 @@ def spans_tile(e: Expr) -> bool:
 
 @functools.cache
 def value_function(form: Form, which: str, ranks: tuple[int, ...], fast: bool) -> Any:
-    """The inner score, its body in plain tiles, post, keep or plain, as a jitted function."""
+    """The inner score, its body in plain tiles, or post, as a jitted function."""
     program = form.program
-    e = {"score": form.inner, "body": form.body, "post": program.post, "keep": program.keep, "plain": form.plain}[which]
+    e = {"score": form.inner, "body": form.body, "post": program.post}[which]
     assert e is not None
-    argument = {"score": "s, ", "body": "s, ", "post": "p, "}.get(which, "")
+    argument = "p" if which == "post" else "s"
     printer = Printer(program.kind_map, ranks, fast)
-    text = sc.interpret(e, printer)
-    result = full_tile(e, text, argument[0]) if argument else printer.cast(e, text, "b")
-    return generated.function(which, f"{argument}{INDICES}", tuple(printer.lines), result)
+    result = full_tile(e, sc.interpret(e, printer), argument)
+    return generated.function(which, f"{argument}, {INDICES}", tuple(printer.lines), result)
+
+
+@functools.cache
+def condition_function(program: Program, condition: Expr, ranks: tuple[int, ...]) -> Any:
+    """A condition on indices and captures, as keep, as a jitted function."""
+    printer = Printer(program.kind_map, ranks)
+    result = printer.cast(condition, sc.interpret(condition, printer), "b")
+    return generated.function("condition", INDICES, tuple(printer.lines), result)
 
 
 @functools.cache
@@ -360,17 +367,66 @@ class _Source:
         return {"True": "False", "False": "True"}.get(a, f"({a} == 0)")
 
 
+_ENDS = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}
+
+
 @functools.cache
-def bound_function(form: Form, which: str) -> Any:
-    """may_keep or must_be_plain(b, h0, h1, m0, m1, n0, n1, Z): whether some (h, m, n) in the inclusive ranges may be
-    kept, or all are plain; tiles of the ranges' ends are as good as scalars."""
-    env = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}
-    e = form.program.keep if which == "may_keep" else form.plain
-    assert e is not None
-    env |= {z: (f"Z[{z[1:]}]",) * 2 for z in sc.names(e) if z[0] == "z"}
-    text = sc.bounds(e, env, _Source)[0 if which == "may_keep" else 1]
+def bound_function(condition: Expr, all_of_it: bool) -> Any:
+    """(b, h0, h1, m0, m1, n0, n1, Z) -> whether the condition may hold for some (h, m, n) in the inclusive ranges, or
+    holds for all of them; tiles of the ranges' ends are as good as scalars."""
+    text = sc.bounds(condition, _ends(condition), _Source)[int(all_of_it)]
     text = {"True": "n0 == n0", "False": "n0 != n0"}.get(text, text)
-    return generated.function(which, "b, h0, h1, m0, m1, n0, n1, Z", (), text)
+    return generated.function("bound", "b, h0, h1, m0, m1, n0, n1, Z", (), text)
 
 
-__all__ = ["G", "adjoint_function", "bound_function", "gradient_function", "value_function"]
+def _ends(*conditions: Expr) -> dict[str, tuple[str, str]]:
+    return _ENDS | {z: (f"Z[{z[1:]}]",) * 2 for z in sc.names(*conditions) if z[0] == "z"}
+
+
+@functools.cache
+def span_function(program: Program, keep: Expr, plain: Expr | None, ranks: tuple[int, ...]) -> Any:
+    """(whether `keep` may hold for some element, whether `plain` holds for all) of tiles side by side [TILES], by the
+    ranges of their indices and of what is loaded along one axis: (b, h0, h1, m, inside_m, n, inside_n, m0, m1, n0, n1,
+    T, S, Z) with m, inside_m [BLOCK_M] and n, inside_n [TILES, BLOCK_N]. None where something is loaded along both."""
+    conditions = [keep] if plain is None else [keep, plain]
+    leaves: dict[Expr, None] = {}
+    if not all(_one_sided(e, program, leaves) for e in conditions):
+        return None
+    printer = Printer(program.kind_map, ranks)
+    memo: dict[Expr, Any] = {}
+    known = {}
+    for leaf in leaves:
+        text, ends = sc.interpret(leaf, printer, memo), ("some", "every")
+        if printer.kind(leaf) == "i":
+            ends = ("least", "largest")
+        axes = {"m", "n"} & sc.names(leaf)
+        if axes:
+            lane = "inside_n, 1" if "n" in axes else "inside_m, 0"
+            known[leaf] = printer.emit(f"{ends[0]}({text}, {lane})"), printer.emit(f"{ends[1]}({text}, {lane})")
+        else:
+            known[leaf] = text, text
+    env = _ends(*conditions)
+    may = sc.bounds(keep, env, _Source, known)[0]
+    must = "False" if plain is None else sc.bounds(plain, env, _Source, known)[1]
+    may, must = ({"True": "n0 == n0", "False": "n0 != n0"}.get(text, text) for text in (may, must))
+    arguments = "b, h0, h1, m, inside_m, n, inside_n, m0, m1, n0, n1, T, S, Z"
+    lines = ("h = h0", *printer.lines)
+    return generated.function("span", arguments, lines, f"{may}, {must}")
+
+
+_BOUNDED = {*sc.COMPARE, "&", "|", "~", "+", "-", "*", "neg", "//", "%", "abs", "minimum", "maximum", "int"}
+
+
+def _one_sided(e: Expr, program: Program, leaves: dict[Expr, None]) -> bool:
+    """Finds the largest parts of a condition that load something, along one axis at most; False where a part that
+    loads is no condition or integer, or is combined with others by what intervals do not say."""
+    if not sc.loads(e):
+        return True
+    if not {"m", "n"} <= sc.names(e) and sc.kind(e, program.kind_map) in "bi":
+        leaves[e] = None
+        return True
+    return e.op in _BOUNDED and all(_one_sided(a, program, leaves) for a in e.args)
+
+
+__all__ = ["G", "adjoint_function", "bound_function", "condition_function", "gradient_function", "span_function",
+           "value_function"]  # fmt: skip

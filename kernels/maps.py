@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 REMEMBERED = 64
 WIDTH = 128  # tiles a program of `tile_states` or `tile_order` looks at together
+TOGETHER = 1024  # keys whose elements of a vector it reads, where the mask loads some
 _known: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
 
@@ -44,6 +45,7 @@ class Maps:
         self.ranks = tuple(c.dim() for c in p.captures)
         layouts = tuple((c.dtype, c.data_ptr() % 16 == 0) for c in p.captures)
         self.key = (form, self.M, self.N, self.batches, self.heads, S, layouts, *sizes.values())
+        self.spans = lower.span_function(form.program, keep, plain, self.ranks)
         self.started: dict[Any, Started] = {}
 
     def of_rows(self, tile: Tile, o: Operands) -> dict[str, Any]:
@@ -127,15 +129,17 @@ class Maps:
             return found
         rows, cols = cdiv(self.M, blocks[0]), cdiv(self.N, blocks[1])
         states = empty(o.problem.q, (self.batches, self.heads, rows, cols), torch.int8)
-        steps = cols if self.loads else cdiv(cols, WIDTH)
+        whole = self.loads and (self.spans is None or o.even is not None)
+        width = max(1, TOGETHER // blocks[1]) if self.loads else WIDTH
+        steps = cols if whole else cdiv(cols, width)
 
         def others() -> dict[str, Any]:
             masked = None if o.even is None else o.even.value
             return {
                 "MASKED": None if masked is None else even.value_function(self.form, masked, self.ranks),
-                "S": self.S, "HEADS": self.heads, "M": self.M, "N": self.N, **self.sizes, **self._functions(),
+                "S": self.S, "HEADS": self.heads, "M": self.M, "N": self.N, **self.sizes, **self._functions(whole),
                 "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "ROWS": min(blocks[0], max(16, 2048 // blocks[1])),
-                "WIDTH": WIDTH,
+                "WIDTH": width,
             }  # fmt: skip
 
         grid = self.batches * self.heads * rows * steps
@@ -152,15 +156,16 @@ class Maps:
             o.uneven = empty(o.problem.q, (self.batches, self.heads, self.M), torch.int8, zero=True)
         return o.uneven
 
-    def _functions(self) -> dict[str, Any]:
-        plain = self.form.plain is not None
+    def _functions(self, whole: bool) -> dict[str, Any]:
+        keep, plain, program = self.form.program.keep, self.form.plain, self.form.program
+        assert keep is not None
+        if not whole:
+            return {"KEEP": None, "PLAIN": None, "MAY_KEEP": None, "SPANS": self.spans}
         return {
-            "KEEP": lower.value_function(self.form, "keep", self.ranks, False),
-            "PLAIN": lower.value_function(self.form, "plain", self.ranks, False) if plain else None,
-            "MAY_KEEP": lower.bound_function(self.form, "may_keep"),
-            "MUST_BE_PLAIN": lower.bound_function(self.form, "must_be_plain") if plain else None,
-            "LOADS": self.loads,
-        }
+            "KEEP": lower.condition_function(program, keep, self.ranks),
+            "PLAIN": None if plain is None else lower.condition_function(program, plain, self.ranks),
+            "MAY_KEEP": lower.bound_function(keep, False), "SPANS": None,
+        }  # fmt: skip
 
 
 def _axes(e: Expr, problem: Problem) -> set[str]:

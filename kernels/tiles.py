@@ -235,6 +235,30 @@ def bfloat16_rounded(x):
 
 
 @triton.jit
+def some(x, inside, AXIS: tl.constexpr):
+    """Whether a condition holds for some element that is `inside`."""
+    return tl.max((x & inside).to(tl.int32), AXIS) > 0
+
+
+@triton.jit
+def every(x, inside, AXIS: tl.constexpr):
+    return tl.max(((x == 0) & inside).to(tl.int32), AXIS) == 0
+
+
+@triton.jit
+def least(x, inside, AXIS: tl.constexpr):
+    """Of the integers that are `inside`."""
+    bits: tl.constexpr = x.dtype.primitive_bitwidth - 1
+    return tl.min(tl.where(inside, x, (1 << bits) - 1), AXIS)
+
+
+@triton.jit
+def largest(x, inside, AXIS: tl.constexpr):
+    bits: tl.constexpr = x.dtype.primitive_bitwidth - 1
+    return tl.max(tl.where(inside, x, -(1 << bits)), AXIS)
+
+
+@triton.jit
 def floor_div(a, b):
     """Integer a // b rounded towards minus infinity (Triton's rounds towards 0)."""
     q = a // b

@@ -21,18 +21,18 @@ SIZES = ("Z0", "Z1", "Z2", "Z3", "Z4", "Z5", "Z6", "Z7")
 @triton.jit(do_not_specialize=("HEADS", "M", "N", *SIZES))
 def tile_states(
     STATES, UNEVEN, T, S, HEADS, M, N, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
-    MASKED: tl.constexpr, KEEP: tl.constexpr, PLAIN: tl.constexpr, MAY_KEEP: tl.constexpr,
-    MUST_BE_PLAIN: tl.constexpr, LOADS: tl.constexpr,
+    MASKED: tl.constexpr, KEEP: tl.constexpr, PLAIN: tl.constexpr, MAY_KEEP: tl.constexpr, SPANS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile if the mask LOADS, else per WIDTH tiles of a row of tiles.
+    """One program per WIDTH tiles of a row of tiles where SPANS tells by the ranges of indices and of vectors along one
+    axis; without it one per tile, which looks at the mask.
 
     UNEVEN [b, h, M] int8, all 0 before: 1 for rows that keep something, or for which MASKED, where it is given, is not
     one finite number."""
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     rows = tl.cdiv(M, BLOCK_M)
     columns = tl.cdiv(N, BLOCK_N)
-    steps = columns if LOADS else tl.cdiv(columns, WIDTH)
+    steps = columns if SPANS is None else tl.cdiv(columns, WIDTH)
     line = tl.program_id(0) // steps
     step = tl.program_id(0) % steps
     m0 = (line % rows) * BLOCK_M
@@ -40,7 +40,7 @@ def tile_states(
     h = line // rows % HEADS
     m1 = tl.minimum(m0 + BLOCK_M, M) - 1
     at = STATES + line.to(tl.int64) * columns
-    if LOADS:
+    if SPANS is None:
         n0 = step * BLOCK_N
         n1 = tl.minimum(n0 + BLOCK_N, N) - 1
         state = step * 0
@@ -77,10 +77,11 @@ def tile_states(
         tile = step * WIDTH + tl.arange(0, WIDTH)
         n0 = tile * BLOCK_N
         n1 = tl.minimum(n0 + BLOCK_N, N) - 1
-        none = tl.zeros([WIDTH], tl.int1)
-        state = (MAY_KEEP(b, h, h, m0, m1, n0, n1, Z) | none).to(tl.int32)
-        if PLAIN is not None:
-            state += (MUST_BE_PLAIN(b, h, h, m0, m1, n0, n1, Z) | none).to(tl.int32) * state
+        m = m0 + tl.arange(0, BLOCK_M)
+        n = n0[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        some, every = SPANS(b, h, h, m, m < M, n, n < N, m0, m1, n0, n1, T, S, Z)
+        state = (some | tl.zeros([WIDTH], tl.int1)).to(tl.int32)
+        state += (every | tl.zeros([WIDTH], tl.int1)).to(tl.int32) * state
         tl.store(at + tile, state.to(tl.int8), mask=tile < columns)
 
 

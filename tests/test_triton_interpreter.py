@@ -240,6 +240,47 @@ def test_tiles_that_are_not_kept_are_not_read():
     assert torch.equal(run_op(x), expected)
 
 
+VECTORS = {
+    "padding": "t0[b, n]", "causal": "(n <= m) & t0[b, n]", "not": "(n <= m + 40) & ~(~t0[b, n]) & (m - n < 50)",
+    "length": "(n < t1[b]) & (n <= m)", "pair": "(n <= m) & (t0[b, n] & (n < t1[b]))",
+    "queries": "(n <= m) & t0[b, m]", "documents": "(t2[b, m] == t2[b, n]) & (n <= m)", "prefix": "(n <= m) | t0[b, n]",
+    "distance": "(t2[b, m] - t2[b, n] < t3[()]) & (n <= m)", "some": "(t2[b, n] >= t2[b, m] - 1) & t4[m, n]",
+    "added": "~(t5[b, n] <= -1e30) & (n <= m)",
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", VECTORS)
+def test_states_of_tiles(name: str):
+    """Against the mask itself, of whose vectors only the ranges are looked at."""
+    from torchflash.kernels.operands import Operands
+    from torchflash.kernels.program import kinds_of, read
+    from torchflash.kernels.reference import Problem
+
+    torch.manual_seed(0)
+    M, N, keep = 150, 210, VECTORS[name]
+    kept = torch.rand(2, N) < 0.99
+    kept[0, :70], kept[1, 60:130] = False, True
+    documents = torch.arange(N)[None].expand(2, N) // torch.tensor([[64], [50]])
+    captures = [kept, torch.tensor([33, 170]), documents, torch.tensor(2), torch.rand(M, N) < 0.1, ~kept * -1e38]
+    program = read(f"where({keep}, s, -inf)", keep, -INF, "p", kinds_of(captures))
+    q, k = torch.randn(2, 2, M, 8), torch.randn(2, 2, N, 8)
+    o = Operands(Problem(q, k, k, captures, (), program, 0.0, None))
+    maps = o.setup.maps
+    assert (maps.spans is None) == (name == "some")
+    found = maps._states((16, 32), o)
+    env = {"b": torch.arange(2)[:, None, None], "m": torch.arange(M)[:, None], "n": torch.arange(N)}
+    dense = sc.evaluate(sc.parse(keep), env, captures, torch.float32).expand(2, M, N)
+    for b in range(2):
+        for i, rows in enumerate(dense[b].split(16)):
+            for j, tile in enumerate(rows.split(32, 1)):
+                state = int(found[b, 0, i, j])
+                assert state or not tile.any()
+                assert state != 2 or tile.all()
+                if name in ("padding", "causal", "documents", "added", "some"):  # as good as can be
+                    assert state == int(tile.any()) + int(tile.all())
+
+
 @interpreted
 @pytest.mark.parametrize("run", [False, True])
 @pytest.mark.parametrize("columns", [False, True])

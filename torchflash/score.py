@@ -20,6 +20,7 @@ import ast
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -706,9 +707,14 @@ class Integers:
     negate = staticmethod(lambda a: not a)
 
 
-def bounds(expr: Expr, env: Mapping[str, tuple[Any, Any]], algebra: Any = Integers) -> tuple[Any, Any]:
+def bounds(
+    expr: Expr,
+    env: Mapping[str, tuple[Any, Any]],
+    algebra: Any = Integers,
+    known: Mapping[Expr, tuple[Any, Any]] = MappingProxyType({}),
+) -> tuple[Any, Any]:
     """(some element may be True, every element is True) of a boolean program when each name lies in its inclusive
-    interval.
+    interval, and so does each integer program in `known`; of a boolean one it says what is returned here.
 
     Sound for every program: what cannot be bounded (loads, floats) is "may be, need not be". `algebra` supplies the
     arithmetic on interval ends, `Integers` for Python.
@@ -716,6 +722,8 @@ def bounds(expr: Expr, env: Mapping[str, tuple[Any, Any]], algebra: Any = Intege
     A = algebra
 
     def boolean(e: Expr) -> tuple[Any, Any]:
+        if e in known:
+            return known[e]
         try:
             match e.op:
                 case "const" if isinstance(e.value, bool):
@@ -752,6 +760,8 @@ def bounds(expr: Expr, env: Mapping[str, tuple[Any, Any]], algebra: Any = Intege
         return equal if op == "==" else (A.negate(equal[1]), A.negate(equal[0]))
 
     def integer(e: Expr) -> tuple[Any, Any]:
+        if e in known:
+            return known[e]
         match e.op:
             case "const" if isinstance(e.value, int) and not isinstance(e.value, bool):
                 return (A.number(e.value),) * 2
