@@ -10,11 +10,10 @@ loaded.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from torchflash import score as sc
 from torchflash.kernels.program import P, Program, fold
@@ -26,6 +25,11 @@ HUGE = 1e20
 LARGEST = 3.4028234663852886e38
 FAR = 2.0**100  # stands for what is huge: times any exponent it is exact, so that masked rows are exactly even
 MODERATE = 1e3  # half an ulp of a base below this does not show in half precision
+
+
+def float32(v: float) -> float:
+    """`v` rounded to float32; infinite where that is beyond it."""
+    return ctypes.c_float(v).value
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class Form:
     @property
     def exponent(self) -> float:
         """factor * log2(e), rounded as the kernels round it."""
-        return float(np.float32(self.factor) * np.float32(LOG2E))
+        return float32(float32(self.factor) * float32(LOG2E))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,7 +62,7 @@ def form(program: Program, exact: bool) -> Form:
     masks, huge = _huge_masks(program.score), _huge_value(program.score)
     # Two would be as one, and what float32 cannot hold is infinite.
     exact = exact or masks > 1 or not abs(huge) <= LARGEST
-    factor = 1.0 if exact else float(np.float32(_factor(program.score)))
+    factor = 1.0 if exact else float32(_factor(program.score))
     inner = program.score if exact else _divided(program.score, factor)
     if not exact and (not _moderate(inner, factor) or factor > MODERATE):
         exact, factor, inner = True, 1.0, program.score
@@ -76,7 +80,7 @@ def form(program: Program, exact: bool) -> Form:
         plain=functools.reduce(lambda a, b: sc.build("&", a, b), conditions) if conditions else None,
         fill=_raised(program.fill),
         far_fill=_raised(far_fill),
-        huge=float(np.float32(huge)) if stands else math.inf,
+        huge=float32(huge) if stands else math.inf,
         post=None if zero else program.post,
         zero=zero,
         exact=exact,

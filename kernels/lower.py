@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 from torchflash import score as sc
 from torchflash.kernels import generated
-from torchflash.kernels.forms import Form
+from torchflash.kernels.forms import Form, float32
 from torchflash.kernels.program import G, P, Program, S
 from torchflash.score import Expr
 
@@ -41,7 +40,7 @@ def float_text(v: float) -> str:
         return 'float("nan")'
     if abs(v) > _LARGEST:
         return 'float("inf")' if v > 0 else 'float("-inf")'
-    v = struct.unpack("f", struct.pack("f", v))[0]
+    v = float32(v)
     if v and abs(v) < 2.0**-126:
         return f"tl.full([], {v!r}, tl.float32)"
     return repr(v)

@@ -57,15 +57,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], dropout_
         raise ValueError(
             f"torchflash::attention: q, k and v must be [batch, heads, length, dim]; got {_shapes(q, k, v)}"
         ) from None
-    if not (B == Bk == Bv and D == Dk and N == Nv):
-        raise ValueError(
-            "torchflash::attention: batch sizes must agree, q and k must have one dim, k and v one length; "
-            f"got {_shapes(q, k, v)}"
-        )
-    if H and (not Hk or not Hv or H % Hk or H % Hv):
-        raise ValueError(
-            f"torchflash::attention: the heads of k and of v must divide those of q; got {_shapes(q, k, v)}"
-        )
+    wrong = [
+        ("batch sizes must agree", not B == Bk == Bv),
+        ("q and k must have one dim", D != Dk),
+        ("k and v must have one length", N != Nv),
+        ("the heads of k must divide those of q", H and (not Hk or H % Hk)),
+        ("the heads of v must divide those of q", H and (not Hv or H % Hv)),
+    ]
+    if said := ", ".join(what for what, so in wrong if so):
+        raise ValueError(f"torchflash::attention: {said}; got {_shapes(q, k, v)}")
     dtype, device = q.dtype, q.device
     if k.dtype != dtype or dtype not in DTYPES or v.dtype not in DTYPES:
         raise TypeError(
@@ -267,12 +267,13 @@ def _backward(
 
 def _past_dispatcher(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """`op` as code that Inductor compiled calls it, past the dispatcher, which costs the host as much as the launch of
-    a kernel. Not where somebody listens: a profiler, a mode that sees every op, autocast."""
+    a kernel. Not where somebody listens: a profiler, a mode that sees every op, autocast, forward-mode derivatives."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         if (
             torch._C._len_torch_dispatch_stack()
+            or forward_ad._current_level >= 0
             or torch.autograd._profiler_enabled()
             or torch._C._is_any_autocast_enabled()
         ):
@@ -317,6 +318,8 @@ def _backward_fake(
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
+PLAIN = "write this attention in plain torch and keep it out of torch.compile"  # whoever made the op
+
 # By hand: torch.library.register_autograd does the same for any schema, at several times the launch of a kernel.
 
 _guard, _no_autocast = torch._C._AutoDispatchBelowAutograd, torch._C._DisableAutocast
@@ -393,7 +396,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
-            "torchflash: attention has no second derivative; leave that block out of torch.compile to compute one"
+            f"torchflash: attention has no second derivative; to have one, {PLAIN}"
         )
 
 
@@ -401,6 +404,8 @@ def _forward_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if forward_ad._current_level >= 0:
         _refuse_tangents(*args[:3], *args[3])
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(f"torchflash: attention does not run inside transforms of torch.func; {PLAIN}")
         q, k, v, captures, *rest = args
         seed = rest.pop(6)
         return _Attention.apply(keyset, q, k, v, seed, rest, *captures)
@@ -421,13 +426,13 @@ library.impl("attention_backward", _backward_autograd, "Autograd", with_keyset=T
 def _refuse_tangents(*tensors: Tensor) -> None:
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
-            "torchflash: attention has no forward-mode derivative; leave that block out of torch.compile to compute one"
+            f"torchflash: attention has no forward-mode derivative; to have one, {PLAIN}"
         )
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise NotImplementedError(
-        "torchflash: torch.vmap over a rewritten attention is not supported; apply vmap before compiling"
+        f"torchflash: torch.vmap over attention is not supported; make its dim a leading dim of q, k and v, or {PLAIN}"
     )
 
 

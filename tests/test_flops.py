@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -56,6 +59,36 @@ def test_counted_in_a_compiled_model():
     with torch.compiler.set_stance(skip_guard_eval_unsafe=True), FlopCounterMode(display=False) as mode:
         compiled(*leaves).sum().backward()
     assert counts(mode) == {"torchflash.attention": FORWARD, "torchflash.attention_backward": BACKWARD}
+
+
+class Block(torch.nn.Module):
+    """One with submodules, which the mode hooks while it counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(H * D, 3 * H * D), torch.nn.Linear(H * D, H * D)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+        return self.out((torch.softmax(q @ k.mT * 0.3, -1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_counted_in_a_compiled_module():
+    """By the lines of the README: what is compiled is a function, as the mode puts hooks on modules."""
+    readme = Path(torchflash.__file__).resolve().parents[1] / "README.md"
+    if not readme.exists():
+        pytest.skip("runs from a checkout")
+    blocks = re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
+    (lines,) = (block for block in blocks if "FlopCounterMode" in block)
+    torch._dynamo.reset()
+    scope = {"model": Block(), "x": torch.randn(B, M, H * D)}
+    exec(lines, scope)
+    scores = 2 * B * H * M * M * D
+    found = counts(scope["mode"])
+    assert found.pop("torchflash.attention") == 2 * scores
+    assert found.pop("torchflash.attention_backward") == 5 * scores
+    linear = 2 * B * M * (H * D) ** 2 * 4
+    assert found == {"aten.addmm": linear, "aten.mm": 2 * linear - linear * 3 // 4}  # x needs no gradient
 
 
 def test_profiler_shows_the_operator_by_name():

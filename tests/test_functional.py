@@ -223,7 +223,7 @@ def test_several_tensors_of_every_kind():
     leaves = [*qkv(), table, temperature]
     got = attention(*leaves[:3], score="scale * s / temp + where(flag[b, h], table[minimum(abs(n - m), 6), h], 0.0)",
                     keep="ids[b, n] == ids[b, m] ", attn_mask=torch.ones(M, N, dtype=torch.bool),
-                    tensors={"table": table, "temp": temperature, "ids": ids, "flag": flag, "unused": torch.ones(3)},
+                    tensors={"table": table, "temp": temperature, "ids": ids, "flag": flag},
                     )  # fmt: skip
 
     def reference(q: Tensor, k: Tensor, v: Tensor, table: Tensor, temperature: Tensor) -> Tensor:
@@ -305,17 +305,25 @@ def test_compiled_with_a_mask_and_another_length():
 # ---------------------------------------------------------------------------------------------------------- errors
 
 
-SLOPES = {"slopes": torch.ones(H), "w": 3}
+SLOPES = {"slopes": torch.ones(H), "w": 3, "real": torch.ones(B, N, dtype=torch.bool)}
 TEXTS = {
     "scale * s +": "score, line 1, column 12: invalid syntax: 'scale * s +'",
     "s +\n slope[h]": "line 1, column 4: invalid syntax",
-    "scale * s + slope[h]": "score, line 1, column 13: unknown tensor 'slope'; known: slopes",
+    "scale * s + slope[h]": "score, line 1, column 13: unknown tensor 'slope'; known: real, slopes; "
+    "pass it as tensors={'slope': …}",
+    "s * gain": "unknown name 'gain'; known: M, N, b, h, inf, m, n, nan, real, s, scale, slopes, w; "
+    "pass it as tensors={'gain': …}",
     "s + slopes[h, m]": "score, line 1, column 5: slopes has 1 dims and is indexed by 2",
     "s + slopes": "score, line 1, column 5: slopes has 1 dims and is not indexed",
-    "s + p": "unknown name 'p'; known: M, N, b, h, inf, m, n, nan, s, scale, slopes, w",
+    "s + p": "unknown name 'p'; known: M, N, b, h, inf, m, n, nan, real, s, scale, slopes, w",
     "soft(s)": "unknown function 'soft'; known: abs, bfloat16,",
     "maximum(s)": "maximum takes 2 arguments",
     "where(0 <= n <= m, s, 0.0)": "'0 <= n <= m': comparisons do not chain; write (a <= b) & (b <= c)",
+    "where(n <= m & m - n < 5, s, 0.0)": "'n <= m & m - n < 5': & binds tighter than <=, ==, …; "
+    "put comparisons in parentheses: (a <= b) & (c <= d)",
+    "where(n <= m & real[b, n], s, 0.0)": "& binds tighter than <=, ==, …; put comparisons in parentheses",
+    "where(n == m | real[b, n], s, 0.0)": "| binds tighter than <=, ==, …; put comparisons in parentheses",
+    "where(n <= m & slopes[h], s, 0.0)": "a condition must be a bool, such as x != 0, not a number",
     "where(n < 3 and m < 3, s, 0.0)": "write & and |, with comparisons in parentheses",
     "s if n < m else 0.0": "write where(condition, x, y)",
     "where(not n < m, s, 0.0)": "write ~",
@@ -324,8 +332,8 @@ TEXTS = {
     "x = s": "score must end with an expression: 'x = s'",
     "": "score must end with an expression: ''",
     "s.sum()": "'s.sum()' is not part of the score language",
-    "s[h]": "unknown tensor 's'; known: slopes",
-    "s + t0[h]": "unknown tensor 't0'; known: slopes",
+    "s[h]": "unknown tensor 's'; known: real, slopes",
+    "s + t0[h]": "unknown tensor 't0'; known: real, slopes",
     "s + z0": "unknown name 'z0'",
 }
 
@@ -346,20 +354,35 @@ def test_a_long_score():
 
 q4, k4 = torch.zeros(B, H, M, D), torch.zeros(B, H, N, D)
 CALLS = {
-    "dims": ((torch.zeros(D), k4, k4), {}, ValueError, "need at least the dims [length, dim]"),
-    "last dim": ((q4[..., :4], k4, k4), {}, ValueError, "one last dim"),
-    "length": ((q4, k4, k4[:, :, :5]), {}, ValueError, "key and value one length"),
-    "heads": ((q4, k4[:, :2], k4[:, :2]), {}, ValueError, "must be those of query (see enable_gqa)"),
-    "grouped heads": ((q4, k4[:, :3], k4[:, :3]), {"enable_gqa": True}, ValueError, "must divide those of query"),
+    "query no tensor": ((q4.numpy(), k4, k4), {}, TypeError, "query must be a torch.Tensor; got numpy.ndarray"),
+    "key no tensor": ((q4, k4.tolist(), k4), {}, TypeError, "key must be a torch.Tensor; got builtins.list"),
+    "value no tensor": ((q4, k4, None), {}, TypeError, "value must be a torch.Tensor; got builtins.NoneType"),
+    "mask no tensor": ((q4, k4, k4, k4.numpy()), {}, TypeError, "attn_mask must be a torch.Tensor; got numpy.ndarray"),
+    "dims": ((q4, torch.zeros(D), k4), {}, ValueError, "attention(): key needs at least the dims [length, dim]; got"),
+    "last dim": ((q4[..., :4], k4, k4), {}, ValueError, "query and key must have one last dim, not 4 and 8; got query"),
+    "length": ((q4, k4, k4[:, :, :5]), {}, ValueError, "key and value must have one length, not 31 and 5; got query"),
+    "heads": ((q4, k4[:, :2], k4), {}, ValueError, "must be as many, or 1, not [4, 2, 4] (see enable_gqa); got query"),
+    "grouped heads": ((q4, k4, k4[:, :3]), {"enable_gqa": True}, ValueError,
+                      "the 3 heads of value must divide the 4 of query"),
     "batch": ((q4, k4.expand(2, B, H, N, D)[:, :1], torch.zeros(3, B, H, N, D)), {}, ValueError, "do not broadcast"),
-    "dtype": ((q4, k4.half(), k4), {}, TypeError, "one dtype, float16, bfloat16 or float32"),
-    "float64": ((q4.double(), k4.double(), k4.double()), {}, TypeError, "got torch.float64"),
+    "dtype": ((q4, k4.half(), k4), {}, TypeError, "one dtype; got torch.float32, torch.float16, torch.float32"),
+    "float64": ((q4, k4, k4.double()), {}, TypeError, "value must be float16, bfloat16 or float32; got torch.float64"),
     "mask shape": ((q4, k4, k4, torch.ones(M, 3, dtype=torch.bool)), {}, ValueError, "[24, 3] does not broadcast to"),
     "mask of one dim": ((q4, k4, k4, torch.ones(N)), {}, ValueError, "does not broadcast"),
     "mask dtype": ((q4, k4, k4, torch.ones(M, N).long()), {}, TypeError, "attn_mask must be bool, float16"),
     "mask and causal": ((q4, k4, k4, torch.ones(M, N)), {"is_causal": True}, ValueError, "keep='n <= m'"),
     "dropout": ((q4, k4, k4), {"dropout_p": 1.5}, ValueError, "between 0 and 1; got 1.5"),
     "keep of s": ((q4, k4, k4), {"keep": "s > 0"}, ScoreError, "keep must be a condition that does not depend on s"),
+    "loose keep": ((q4, k4, k4), {"keep": "n <= m & m - n < 5"}, ScoreError, "keep, line 1, column 1: 'n <= m & m - n"),
+    "loose bool": ((q4, k4, k4), {"keep": "n <= m & f[h]", "tensors": {"f": torch.ones(H).bool()}}, ScoreError,
+                   "& binds tighter than <=, ==, …; put comparisons in parentheses: (a <= b) & (c <= d)"),
+    "float in keep": ((q4, k4, k4), {"keep": "(n <= m) & f[h]", "tensors": {"f": torch.ones(H)}}, ScoreError,
+                      "a condition must be a bool, such as x != 0, not a number: '(n <= m) & f[h]'"),
+    "no tensors": ((q4, k4, k4), {"score": "s * f[h]"}, ScoreError, "unknown tensor 'f'; pass it as tensors={'f': …}"),
+    "unused": ((q4, k4, k4), {"keep": "n <= m", "tensors": {"f": q4, "x": 3}}, ValueError,
+               "tensors has 'f', 'x', which neither score nor keep names; leave it out"),
+    "unused alone": ((q4, k4, k4), {"tensors": {"attn_mask": q4}}, ValueError, "tensors has 'attn_mask', which"),
+    "two masks": ((q4, k4, k4, torch.ones(M, N)), {"tensors": {"attn_mask": q4}}, ScoreError, "choose another name"),
     "keep no bool": ((q4, k4, k4), {"keep": "n - m"}, ScoreError, "keep must be a condition"),
     "name taken": ((q4, k4, k4), {"tensors": {"n": 3}}, ScoreError, "'n' cannot name a tensor or number"),
     "no name": ((q4, k4, k4), {"tensors": {"a b": 3}}, ScoreError, "'a b' cannot name a tensor or number"),
@@ -380,7 +403,7 @@ def test_what_is_wrong_in_a_call(case):
 def test_second_derivative_raises():
     q, k, v = qkv()
     (g,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
+    with pytest.raises(RuntimeError, match=r"no second derivative; to have one, write this attention in plain torch"):
         g.sum().backward()
 
 

@@ -103,11 +103,34 @@ except SystemExit as done:
 """)
 
 
+def test_works_without_numpy():
+    """Which torch itself can do without; nothing of ours may load it."""
+    run("""
+import sys, warnings
+sys.modules["numpy"] = None  # importing it fails
+warnings.simplefilter("ignore")  # torch says once that there is none
+import torch, torchflash, torchflash.kernels, torchflash.passes
+from torchflash.backend import torchflash as backend
+from torchflash.kernels import forms, program
+assert forms.form(program.read("where(n <= m, 0.1 * s, -inf)", "n <= m", -torch.inf, "p", ()), False).factor != 1.0
+def attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-1, -2) / 3, -1) @ v
+q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+out = torch.compile(attention, backend="torchflash")(q, k, v)
+assert backend.report.counts() == {"rewritten": 1}, str(backend.report)
+torch.testing.assert_close(out, attention(q, k, v))
+out.sum().backward()
+from torchflash.__main__ import main
+assert main() == 0
+""")
+
+
 def test_environment_is_printed():
     done = subprocess.run([sys.executable, "-m", "torchflash"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     rows = dict(line.split("  ", 1) for line in done.stdout.splitlines())
-    assert {"torchflash", "python", "torch", "triton", "numpy", "backend", "inductor's fuser", "cpu"} <= rows.keys()
+    assert rows.keys() >= {"torchflash", "python", "torch", "triton", "numpy", "backend", "inductor's fuser", "cpu"}
+    assert "c++ compiler" in rows
     assert "registered" in rows["backend"] and "not registered" not in rows["backend"]
     assert "Error" not in done.stdout
 
@@ -122,5 +145,23 @@ def test_environment_survives_what_is_broken(monkeypatch, capsys):
 
     monkeypatch.setattr(torch.cuda, "is_available", broken)
     monkeypatch.setattr(main, "_gate", broken)
-    assert main.main() == 0
-    assert "RuntimeError: driver too old\n" in capsys.readouterr().out
+    assert main.main() == 1
+    printed = capsys.readouterr()
+    assert "RuntimeError: driver too old\n" in printed.out
+    assert printed.err == "torchflash: needed, but missing or broken: inductor's fuser, cuda\n"
+
+
+@pytest.mark.parametrize(
+    ("prelude", "row"),
+    [
+        ("sys.modules['torchflash.kernels.op'] = None", "inductor's fuser, cpu"),
+        ("os.environ.update(CXX='no-such-compiler', PATH='')", "c++ compiler"),
+        ("importlib.metadata.entry_points = lambda **group: importlib.metadata.EntryPoints()", "backend"),
+    ],
+    ids=["a module does not load", "no compiler", "not registered"],
+)
+def test_environment_says_what_is_missing(prelude, row):
+    program = f"import importlib.metadata, os, sys\n{prelude}\nfrom torchflash.__main__ import main\nsys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    assert done.stderr == f"torchflash: needed, but missing or broken: {row}\n", done.stdout + done.stderr

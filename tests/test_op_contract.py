@@ -160,6 +160,22 @@ def test_forward_mode_raises(which):
         attention(q)  # without a tangent
 
 
+def test_forward_mode_raises_in_compiled_code():
+    """Which calls the op past the dispatcher; compiled before anybody asked for tangents."""
+    q, k, v = tensors()
+    compiled = torch.compile(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, backend="torchflash")
+    compiled(q, k, v)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        compiled(forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transforms_raise(transform):
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match=r"transforms of torch.func; write this attention in plain torch"):
+        transform(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")[0].sum())(q)
+
+
 @pytest.mark.parametrize("wanted", ["none", "q", "v", "capture"])
 def test_the_tape_is_kept_where_something_needs_it(wanted):
     q, k, v = tensors()
@@ -219,9 +235,31 @@ def test_results_may_be_written_in_place():
             OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "")[0].mul_(2.0)
 
 
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_transforms_of_what_is_compiled_run_it_uncompiled(warm):
+    """As the README says of torch.func; so does torch with any backend."""
+    q, k, v = tensors()
+
+    def attention(q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+    def hessian(f):
+        return torch.func.hessian(lambda x: f(x, k[:, :1], v[:, :1]).sum())(q[:, :1, :3])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="torchflash")
+    if warm:
+        compiled(q, k, v)
+    lanes = [torch.stack([x, -x, 2 * x]) for x in (q, k, v)]
+    torch.testing.assert_close(torch.vmap(compiled)(*lanes), torch.vmap(attention)(*lanes))
+    torch.testing.assert_close(hessian(compiled), hessian(attention))
+    got, want = (torch.func.jvp(f, (q, k, v), tuple(lanes[i][1] for i in range(3))) for f in (compiled, attention))
+    torch.testing.assert_close(got, want)
+
+
 def test_vmap_raises():
     q, k, v = tensors()
-    with pytest.raises(NotImplementedError, match=r"vmap over a rewritten attention"):
+    with pytest.raises(NotImplementedError, match="vmap over attention is not supported"):
         torch.vmap(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "")[0])(q[None])
 
 
@@ -234,9 +272,10 @@ def refused(kind, match, q, k, v, captures=(), programs=CAUSAL, dropout_p=0.0, s
 def test_errors_say_what_and_why_in_one_line():
     q, k, v = tensors()
     refused(ValueError, r"must be \[batch, heads, length, dim\]; got q \[4, 9, 8\]", q[0], k, v)
-    refused(ValueError, "heads of k and of v must divide", q, k[:, :3], v)
+    refused(ValueError, "attention: the heads of k must divide those of q; got", q, k[:, :3], v)
+    refused(ValueError, "attention: batch sizes must agree, q and k must have one dim; got", q, k[:1, ..., :4], v)
     refused(ValueError, "q and k must have one dim", q, k[..., :4], v)
-    refused(ValueError, "k and v one length", q, k[:, :, :4], v)
+    refused(ValueError, "k and v must have one length", q, k[:, :, :4], v)
     refused(TypeError, "got torch.float16, torch.float32", q.half(), k, v)
     refused(TypeError, "float64", q.double(), k.double(), v)
     refused(ValueError, "unknown layout 'mbhd'; known: bhmd, bmhd", q, k, v, layout="mbhd")

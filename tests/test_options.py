@@ -44,6 +44,18 @@ def test_options_override_the_mode():
             ValueError,
             f"unknown option 'torchflash.foo'; known: {', '.join(KNOWN)}",
         ),
+        (
+            {"torchflash.min_seq_len": 0},
+            ValueError,
+            f"unknown option 'torchflash.min_seq_len'; did you mean 'torchflash.min_seqlen'? known: {', '.join(KNOWN)}",
+        ),
+        (
+            {"torchflash.block_m": 64},
+            ValueError,
+            f"unknown option 'torchflash.block_m'; did you mean 'torchflash.BLOCK_M'? known: {', '.join(KNOWN)}",
+        ),
+        ({"min_seqlen": 0}, ValueError, "unknown option 'min_seqlen'; did you mean 'torchflash.min_seqlen'?"),
+        ({"min-seqlen": 0}, ValueError, "unknown option 'min-seqlen'; did you mean 'torchflash.min_seqlen'?"),
         ({"torchflash.strict": 1}, TypeError, "option 'torchflash.strict' must be bool, got int 1"),
         ({"torchflash.dump": 3}, TypeError, "option 'torchflash.dump' must be str, got int 3"),
         (
@@ -52,7 +64,8 @@ def test_options_override_the_mode():
             "option 'torchflash.inner' is 'nvcc'; known: inductor, aot_eager, eager",
         ),
     ],
-    ids=["unknown key", "strict not bool", "dump not str", "unknown inner"],
+    ids=["unknown key", "nearly a key", "other case", "no prefix", "no prefix, with a hyphen", "strict not bool",
+         "dump not str", "unknown inner"],
 )
 def test_errors_say_what_is_known(given, error, message):
     with pytest.raises(error) as caught:
@@ -158,6 +171,13 @@ def test_dump_defaults_to_the_environment(monkeypatch, tmp_path):
 def test_cache_key_holds_what_changes_the_code():
     assert Options().cache_key() == Options(strict=True, dump="x", allow="dtype").cache_key()
     assert Options().cache_key() != Options(inner="aot_eager").cache_key()
+
+
+def test_a_key_that_inductor_has_is_inductors(monkeypatch):
+    """Should it ever name an option as we do."""
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: ["strict"])
+    with pytest.raises(RuntimeError, match="strict"):  # from Inductor
+        parse(options={"strict": True})
 
 
 def test_frozen():

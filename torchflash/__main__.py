@@ -1,6 +1,7 @@
 """`python -m torchflash`: versions, devices and what runs on them; meant to be pasted into a bug report.
 
-`python -m torchflash tune` measures tile sizes (torchflash/tune.py).
+Exits with 1, and says what, where something that is needed is missing or does not load. `python -m torchflash tune`
+measures tile sizes (torchflash/tune.py).
 """
 
 from __future__ import annotations
@@ -12,24 +13,34 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+Row = tuple[str, str, bool]
 
-def environment() -> Iterator[tuple[str, str]]:
-    """Pairs (what, how it stands). Nothing here raises: what fails is shown as its error."""
-    yield "torchflash", _of(_torchflash)
-    yield "python", f"{platform.python_version()} on {platform.platform()}"
-    for package in ("torch", "triton", "numpy"):
-        yield package, _of(partial(_version, package))
-    yield "backend", _of(_entry_point)
-    yield "inductor's fuser", _of(_gate)
-    yield "cpu", _of(_cpu)
+
+def environment() -> Iterator[Row]:
+    """Rows (what, how it stands, whether that will do). Nothing here raises: what fails is shown as its error."""
+    yield _row("torchflash", _torchflash)
+    yield "python", f"{platform.python_version()} on {platform.platform()}", True
+    yield _row("torch", partial(_version, "torch"))
+    yield _row("triton", partial(_version, "triton"))  # without it, see _gpu
+    yield *_row("numpy", partial(_version, "numpy"))[:2], True  # nothing of ours needs it
+    yield _row("backend", _entry_point)
+    yield _row("inductor's fuser", _gate)
+    yield _row("c++ compiler", _compiler)
+    yield _row("cpu", _cpu)
     yield from _cuda()
 
 
-def _of(ask: Callable[[], str]) -> str:
+class Missing(Exception):
+    """Needed and not there: the message is the whole of what is shown."""
+
+
+def _row(what: str, ask: Callable[[], str]) -> Row:
     try:
-        return ask()
+        return what, ask(), True
+    except Missing as error:
+        return what, str(error), False
     except Exception as error:  # the answer must come, whatever is broken
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return what, f"{type(error).__name__}: {error}".splitlines()[0], False
 
 
 def _version(package: str) -> str:
@@ -49,7 +60,7 @@ def _entry_point() -> str:
     names = [point.name for point in importlib.metadata.entry_points(group="torch_dynamo_backends")]
     if "torchflash" in names:
         return 'registered: torch.compile(model, backend="torchflash")'
-    return "not registered: install the package (pip install -e . in a checkout)"
+    raise Missing("not registered: install the package (pip install -e . in a checkout)")
 
 
 def _gate() -> str:
@@ -60,24 +71,37 @@ def _gate() -> str:
     return "its patterns were not found in this torch; its whole group of passes is switched off instead"
 
 
+def _compiler() -> str:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise Missing("not found; Inductor needs one: install g++ or clang++, or name one in $CXX") from None
+
+
 def _cpu() -> str:
     import torch
+
+    import torchflash.kernels
+    import torchflash.passes  # noqa: F401  whether they load
 
     return f"blockwise torch, {torch.get_num_threads()} threads; float32, bfloat16, float16"
 
 
-def _cuda() -> Iterator[tuple[str, str]]:
+def _cuda() -> Iterator[Row]:
     try:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except Exception as error:
-        yield "cuda", f"{type(error).__name__}: {error}".splitlines()[0]
+        yield "cuda", f"{type(error).__name__}: {error}".splitlines()[0], False
         return
     if not count:
-        yield "cuda", "no device"
+        yield "cuda", "no device", True
     for index in range(count):
-        yield f"cuda:{index}", _of(partial(_gpu, index))
+        yield _row(f"cuda:{index}", partial(_gpu, index))
 
 
 def _gpu(index: int) -> str:
@@ -86,11 +110,12 @@ def _gpu(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     name = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}"
     if importlib.util.find_spec("triton") is None:
-        return f"{name}: triton is not installed, so the kernels cannot run"
+        raise Missing(f"{name}: triton is not installed, so the kernels cannot run")
     if torch.version.hip is not None:
         return f"{name}: ROCm, not tested"
     if (major, minor) < (8, 0):
         return f"{name}: below sm_80, not tested"
+    importlib.import_module("torchflash.kernels.launch")  # does it load?
     return f"{name}: Triton kernels; float16, bfloat16, float32"
 
 
@@ -109,10 +134,13 @@ def main(argv: Sequence[str] = ()) -> int:
         print(f"torchflash: unknown command {argv[0]!r}; {USAGE}", file=sys.stderr)
         return 2
     rows = list(environment())
-    width = max(len(what) for what, _ in rows)
-    for what, how in rows:
+    width = max(len(what) for what, _, _ in rows)
+    for what, how, _ in rows:
         print(f"{what:<{width}}  {how}")
-    return 0
+    broken = [what for what, _, good in rows if not good]
+    if broken:
+        print(f"torchflash: needed, but missing or broken: {', '.join(broken)}", file=sys.stderr)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torchflash.score import Expr, ScoreError, build, const, load, name
 INF = float("inf")
 AXES = ("b", "h", "m", "n")
 LENGTHS = ("M", "N")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MASK = "attn_mask"
 Bound = Tensor | float | int | bool
 
@@ -68,7 +69,8 @@ def attention(
     Default: "scale * s". Arithmetic, comparisons, & | ~, where(c, x, y), minimum, maximum, abs, exp, log, tanh, sigmoid
     …; temporaries as in "d = n - m; scale * s + d". Indices must lie inside the tensor; they are clamped to it.
     keep: which keys count, a condition in the same language; kernels skip tiles that keep none.
-    tensors: what the texts name: tensors, with gradients where they are of a floating dtype, and Python numbers.
+    tensors: what the texts name: tensors, with gradients where they are of a floating dtype, and Python numbers;
+    one that no text names is an error.
 
     The masks, `keep` and a where(…, -inf) in `score` combine. A query that may attend to no key gets 0, and no gradient
     comes from it, as in scaled_dot_product_attention.
@@ -77,7 +79,7 @@ def attention(
     where nothing is kept. It has no gradient and knows of no dropout.
 
     ScoreError (a ValueError) for a text that is not a score; ValueError and TypeError for shapes, dtypes and devices.
-    A second derivative raises.
+    A second derivative raises, and so do forward-mode derivatives and the transforms of torch.func (vmap, grad, jvp …).
     """
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"attention(): dropout_p must be between 0 and 1; got {dropout_p}")
@@ -91,6 +93,8 @@ def attention(
     numbers = tuple((n, _number(n, x)) for n, x in names.items() if not isinstance(x, Tensor))
     mask: tuple[str, tuple[bool, ...]] | None = None
     if attn_mask is not None:
+        if MASK in names:
+            raise ScoreError(f"attention(): {MASK!r} is an argument and cannot name a tensor too; choose another name")
         bias = _mask(attn_mask, lead, M, N)
         mask = (
             "bool" if bias.dtype == torch.bool else "float",
@@ -122,36 +126,54 @@ def _operands(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """q [B, H, M, D], k [B, Hk, N, D], v [B, Hv, N, Dv], and the leading dims of the result, heads included."""
+    for what, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(what, x)
     q, k, v = _autocast(query), _autocast(key), _autocast(value)
 
     def shapes() -> str:
         return f"got query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
-    if min(q.dim(), k.dim(), v.dim()) < 2:
-        raise ValueError(f"attention(): query, key and value need at least the dims [length, dim]; {shapes()}")
-    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"attention(): query and key must have one last dim, key and value one length; {shapes()}")
-    if q.dtype != k.dtype or k.dtype != v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    for what, x in (("query", q), ("key", k), ("value", v)):
+        if x.dim() < 2:
+            raise ValueError(f"attention(): {what} needs at least the dims [length, dim]; {shapes()}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"attention(): {what} must be float16, bfloat16 or float32; got {x.dtype}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"attention(): query and key must have one last dim, {_differ(q, k, -1)}; {shapes()}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"attention(): key and value must have one length, {_differ(k, v, -2)}; {shapes()}")
+    if q.dtype != k.dtype or k.dtype != v.dtype:
         raise TypeError(
-            "attention(): query, key and value must have one dtype, float16, bfloat16 or float32; "
-            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+            f"attention(): query, key and value must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)]
     H = heads[0] if enable_gqa else max(heads)
-    divide = all(h and H % h == 0 for h in heads) if enable_gqa else all(h in (1, H) for h in heads)
-    if H and not divide:
-        advice = "must divide those of query" if enable_gqa else "must be those of query (see enable_gqa)"
-        raise ValueError(f"attention(): the heads of key and value {advice}; {shapes()}")
+    for what, h in zip(("query", "key", "value"), heads, strict=True):
+        if H and not (h and H % h == 0 if enable_gqa else h in (1, H)):
+            if enable_gqa:
+                advice = f"the {h} heads of {what} must divide the {H} of query"
+            else:
+                advice = f"the heads of query, key and value must be as many, or 1, not {heads} (see enable_gqa)"
+            raise ValueError(f"attention(): {advice}; {shapes()}")
     try:
         batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     except RuntimeError:
-        raise ValueError(f"attention(): the leading dims do not broadcast; {shapes()}") from None
+        raise ValueError(f"attention(): the dims before the heads do not broadcast; {shapes()}") from None
     rank = max(q.dim(), k.dim(), v.dim())
     lead = (*batch, H) if rank > 2 else ()
     q = q.expand(*batch, H, *q.shape[-2:])
     k, v = (x.expand(*batch, h, *x.shape[-2:]) for x, h in ((k, heads[1]), (v, heads[2])))
     q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) if len(batch) != 1 else x for x in (q, k, v))
     return q, k, v, lead
+
+
+def _check_tensor(what: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"attention(): {what} must be a torch.Tensor; got {type(x).__module__}.{type(x).__name__}")
+
+
+def _differ(x: Tensor, y: Tensor, dim: int) -> str:
+    return f"not {x.shape[dim]} and {y.shape[dim]}"
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -163,7 +185,8 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _mask(x: Tensor, lead: Sequence[int], M: int, N: int) -> Tensor:
     """The mask with the dims [B, H, M, N] or the last of them, each whole or of size 1."""
-    if x.dtype != torch.bool and x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    _check_tensor(MASK, x)
+    if x.dtype != torch.bool and x.dtype not in DTYPES:
         raise TypeError(f"attention(): attn_mask must be bool, float16, bfloat16 or float32; got {x.dtype}")
     whole = (*lead, M, N)
     fits = 2 <= x.dim() <= len(whole) and all(
@@ -235,6 +258,7 @@ def _planned(
     kept = _condition(x)
     if keep is not None:
         condition = known.read("keep", keep)
+        _check_kinds(condition, known)
         if "s" in sc.names(condition) or sc.kind(condition, known.kinds) != "b":
             raise ScoreError(f"attention(): keep must be a condition that does not depend on s: {keep!r}")
         kept = build("&", kept, condition)
@@ -250,7 +274,10 @@ def _planned(
         else:
             dropped = build("<=", entry, const(-INF))  # so that NaN stays
             x, kept = build("+", x, entry), build("&", kept, build("~", dropped))
-    _check_kinds(x, known.kinds)
+    _check_kinds(x, known)
+    given = [n for n in (*known.tensors, *dict(numbers)) if n != MASK or mask is None]
+    if unused := ", ".join(repr(n) for n in given if n not in known.used):
+        raise ValueError(f"attention(): tensors has {unused}, which neither score nor keep names; leave it out")
     post: Expr = name("p")
     if kept is not sc.TRUE:
         x = build("where", kept, x, const(-INF))
@@ -290,10 +317,12 @@ class _Names:
     ) -> None:
         self.tensors = [n for n, _, _ in described]
         self.ranks = {n: rank for n, rank, _ in described}
+        self.written = {f"t{i}": n for i, n in enumerate(self.tensors)} | {f"z{i}": n for i, n in enumerate(LENGTHS)}
+        self.used: set[str] = set()  # filled by `read`
         self.kinds = {f"t{i}": kind for i, (_, _, kind) in enumerate(described)}
-        taken = {"s", *AXES, *LENGTHS, "scale", "inf", "nan"} | sc.FUNCTIONS
+        self.taken = {"s", *AXES, *LENGTHS, "scale", "inf", "nan"} | sc.FUNCTIONS
         for n in (*self.tensors, *numbers):
-            if not n.isidentifier() or n in taken or (n == MASK and n in numbers):
+            if not n.isidentifier() or n in self.taken or (n == MASK and n in numbers):
                 raise ScoreError(f"attention(): {n!r} cannot name a tensor or number; choose another name")
         values: dict[str, ast.expr] = {n: ast.Name(f"z{i}") for i, n in enumerate(LENGTHS)}
         values |= {n: ast.Constant(v) for n, v in {"scale": scale, **numbers}.items()}
@@ -321,6 +350,13 @@ class _Names:
             raise ScoreError(f"attention(): {what}: {e}") from None
 
 
+BITWISE: dict[type, str] = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
+
+
+def _binds(op: str) -> str:
+    return f"{op} binds tighter than <=, ==, …; put comparisons in parentheses: (a <= b) {op} (c <= d)"
+
+
 class _Translate(ast.NodeTransformer):
     """Tensors by name become loads of t0, t1 …; a name that nobody knows is an error."""
 
@@ -342,7 +378,10 @@ class _Translate(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         if len(node.ops) > 1:
-            raise self.error(node, f"{ast.unparse(node)!r}: comparisons do not chain; write (a <= b) & (b <= c)")
+            bitwise = [BITWISE[type(x.op)] for x in (node.left, *node.comparators)
+                       if isinstance(x, ast.BinOp) and type(x.op) in BITWISE]  # fmt: skip
+            why = _binds(bitwise[0]) if bitwise else "comparisons do not chain; write (a <= b) & (b <= c)"
+            raise self.error(node, f"{ast.unparse(node)!r}: {why}")
         return self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
@@ -361,7 +400,8 @@ class _Translate(ast.NodeTransformer):
             raise self.error(node, f"{ast.unparse(node)!r}: only tensors can be indexed")
         n = node.value.id
         if n not in self.names.tensors or n in self.own:
-            raise self.error(node.value, f"unknown tensor {n!r}", self.names.tensors)
+            raise self.error(node.value, f"unknown tensor {n!r}", self.names.tensors, self.passed(n))
+        self.names.used.add(n)
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if len(indices) != self.names.ranks[n]:
             raise self.error(node, f"{n} has {self.names.ranks[n]} dims and is indexed by {len(indices)}")
@@ -371,17 +411,24 @@ class _Translate(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         n = node.id
-        if n in self.own or n in self.names.plain:
+        if n in self.own:
+            return node
+        self.names.used.add(n)
+        if n in self.names.plain:
             return node
         if n in self.names.tensors:
             if self.names.ranks[n]:
                 raise self.error(node, f"{n} has {self.names.ranks[n]} dims and is not indexed")
             return ast.parse(f"t{self.names.tensors.index(n)}[()]", mode="eval").body
-        raise self.error(node, f"unknown name {n!r}", self.names.plain | set(self.names.tensors))
+        raise self.error(node, f"unknown name {n!r}", self.names.plain | set(self.names.tensors), self.passed(n))
 
-    def error(self, node: ast.expr, text: str, known: Iterable[str] = ()) -> ScoreError:
+    def passed(self, n: str) -> str:
+        """How to make a name known that may be."""
+        return "" if n in self.names.taken | self.own or n == MASK else f"; pass it as tensors={{{n!r}: …}}"
+
+    def error(self, node: ast.expr, text: str, known: Iterable[str] = (), advice: str = "") -> ScoreError:
         known = sorted(n for n in known if n != MASK)
-        among = f"; known: {', '.join(known)}" if known else ""
+        among = (f"; known: {', '.join(known)}" if known else "") + advice
         where = f"line {node.lineno}, column {node.col_offset + 1}"
         return ScoreError(f"attention(): {self.what}, {where}: {text}{among}")
 
@@ -407,14 +454,22 @@ def _renamed(e: Expr, mapping: Mapping[str, str]) -> Expr:
     return memo[e]
 
 
-def _check_kinds(x: Expr, kinds: Mapping[str, str]) -> None:
+def _check_kinds(x: Expr, known: _Names) -> None:
     memo: dict[Expr, Any] = {}
+
+    def text(e: Expr) -> str:
+        return repr(str(_renamed(e, known.written)))
+
     for e in sc.topological(x):
-        kind = sc.kind(e, kinds, memo)
+        kind = sc.kind(e, known.kinds, memo)
+        for a in e.args if e.op in sc.COMPARE else ():
+            if a.op in BITWISE.values() and len({memo[y] for y in a.args}) > 1:
+                raise ScoreError(f"attention(): {text(e)}: {_binds(a.op)}")
         if (e.op == "where" and memo[e.args[0]] != "b") or (e.op in ("&", "|", "^", "~") and kind == "f"):
-            raise ScoreError(f"attention(): a condition must be a bool, such as x != 0, not a number: {e}")
+            hint = f"; {_binds(e.op)}" if e.op in BITWISE.values() else ""
+            raise ScoreError(f"attention(): a condition must be a bool, such as x != 0, not a number: {text(e)}{hint}")
         if e.op == "load" and any(memo[i] != "i" for i in e.args):
-            raise ScoreError(f"attention(): tensors are indexed by integers; convert by int(): {e}")
+            raise ScoreError(f"attention(): tensors are indexed by integers; convert by int(): {text(e)}")
 
 
 def _condition(x: Expr) -> Expr:

@@ -7,6 +7,7 @@ works with backend="inductor" works here in the same words.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -95,19 +96,24 @@ class Options:
 def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> tuple[Options, dict[str, Any]]:
     """Splits torch.compile's `mode` and `options` into ours and a new dict of patches for torch._inductor.config.
 
-    The argument is not changed. Raises ValueError for a key we do not know, TypeError for a value of the wrong type,
-    and RuntimeError, as backend="inductor" does, for a mode or key that Inductor does not know.
+    The argument is not changed. Raises ValueError for a key we do not know or one of ours without its prefix,
+    TypeError for a value of the wrong type, and RuntimeError, as backend="inductor" does, for a mode or key that
+    Inductor does not know.
     """
+    from torch._inductor import list_options  # not when torchflash is imported
+
     ours: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
     known = [PREFIX + f.name for f in fields(Options)]
     for key, value in (options or {}).items():
-        if not key.startswith(PREFIX):
-            inductor[key] = value
-        elif key not in known:
-            raise ValueError(f"unknown option {key!r}; known: {_listed(known)}")
-        else:
+        if key in known:
             ours[key.removeprefix(PREFIX)] = value
+        elif key.startswith(PREFIX):
+            raise ValueError(f"unknown option {key!r}{_meant(key, known)} known: {_listed(known)}")
+        elif (meant := PREFIX + key.replace("-", "_")) in known and key not in list_options():
+            raise ValueError(f"unknown option {key!r}; did you mean {meant!r}?")
+        else:
+            inductor[key] = value
     return Options(**ours), _inductor_patches(mode, inductor)
 
 
@@ -120,6 +126,12 @@ def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, An
 def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
         raise TypeError(f"option 'torchflash.{name}' must be {expected.__name__}, got {type(value).__name__} {value!r}")
+
+
+def _meant(key: str, known: list[str]) -> str:
+    plain = {k.removeprefix(PREFIX).lower(): k for k in known}
+    near = difflib.get_close_matches(key.removeprefix(PREFIX).lower(), plain, n=1)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ";"
 
 
 def _listed(names: Any) -> str:
