@@ -10,6 +10,7 @@ maximum and adds it up.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -212,5 +213,6 @@ def splits(o: Operands, tile: Tile) -> int:
     return max(1, min(cdiv(PROGRAMS * multiprocessors(p.q.device), lines), cdiv(p.N, 2 * tile.block_n)))
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
