@@ -413,18 +413,22 @@ def span_function(program: Program, keep: Expr, plain: Expr | None, ranks: tuple
     return generated.function("span", arguments, lines, f"{may}, {must}")
 
 
-_BOUNDED = {*sc.COMPARE, "&", "|", "~", "+", "-", "*", "neg", "//", "%", "abs", "minimum", "maximum", "int"}
+_LOGIC, _ARITHMETIC = {"&", "|", "~"}, {"+", "-", "*", "neg", "//", "%", "abs", "minimum", "maximum", "int"}
 
 
-def _one_sided(e: Expr, program: Program, leaves: dict[Expr, None]) -> bool:
+def _one_sided(e: Expr, program: Program, leaves: dict[Expr, None], kind: str = "b") -> bool:
     """Finds the largest parts of a condition that load something, along one axis at most; False where a part that
-    loads is no condition or integer, or is combined with others by what intervals do not say."""
+    loads is no condition, or no integer where one is wanted, or is combined by what intervals do not say."""
     if not sc.loads(e):
         return True
-    if not {"m", "n"} <= sc.names(e) and sc.kind(e, program.kind_map) in "bi":
+    if not {"m", "n"} <= sc.names(e) and sc.kind(e, program.kind_map) == kind:
         leaves[e] = None
         return True
-    return e.op in _BOUNDED and all(_one_sided(a, program, leaves) for a in e.args)
+    if e.op in sc.COMPARE and kind == "b":
+        kind = "i"
+    elif e.op not in (_LOGIC if kind == "b" else _ARITHMETIC):
+        return False
+    return all(_one_sided(a, program, leaves, kind) for a in e.args)
 
 
 __all__ = ["G", "adjoint_function", "bound_function", "condition_function", "gradient_function", "span_function",

@@ -245,7 +245,8 @@ VECTORS = {
     "length": "(n < t1[b]) & (n <= m)", "pair": "(n <= m) & (t0[b, n] & (n < t1[b]))",
     "queries": "(n <= m) & t0[b, m]", "documents": "(t2[b, m] == t2[b, n]) & (n <= m)", "prefix": "(n <= m) | t0[b, n]",
     "distance": "(t2[b, m] - t2[b, n] < t3[()]) & (n <= m)", "some": "(t2[b, n] >= t2[b, m] - 1) & t4[m, n]",
-    "added": "~(t5[b, n] <= -1e30) & (n <= m)",
+    "added": "~(t5[b, n] <= -1e30) & (n <= m)", "alike": "(t0[b, m] == t0[b, n]) & (n <= m)",
+    "either": "(t0[b, m] + t0[b, n] > 0) & (n <= m)", "floats": "(t5[b, m] <= t5[b, n]) & (n <= m)",
 }  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def test_states_of_tiles(name: str):
     q, k = torch.randn(2, 2, M, 8), torch.randn(2, 2, N, 8)
     o = Operands(Problem(q, k, k, captures, (), program, 0.0, None))
     maps = o.setup.maps
-    assert (maps.spans is None) == (name == "some")
+    assert (maps.spans is None) == (name in ("some", "alike", "either", "floats"))
     found = maps._states((16, 32), o)
     env = {"b": torch.arange(2)[:, None, None], "m": torch.arange(M)[:, None], "n": torch.arange(N)}
     dense = sc.evaluate(sc.parse(keep), env, captures, torch.float32).expand(2, M, N)
