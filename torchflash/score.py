@@ -654,7 +654,7 @@ def _pullback(e: Expr, g: Expr) -> tuple[Expr | None, ...]:
         case "exp":
             return (build("*", g, e),)
         case "expm1":
-            return (build("*", g, build("+", e, c(1.0))),)
+            return (build("*", g, build("exp", x)),)
         case "log":
             return (build("/", g, x),)
         case "log1p":
