@@ -14,7 +14,6 @@ from torchflash.passes.graph import argument, dtype_of, operation, tensor, value
 from torchflash.passes.reader import (
     HALVES,
     HANDLERS,
-    SMALL_INTS,
     Indices,
     Reader,
     Unreadable,
@@ -30,9 +29,7 @@ Kwargs = dict[str, Any]
 
 
 def _arithmetic(r: Reader, node: Node, op: str, a: Any, b: Any, index: Indices) -> Expr:
-    if dtype_of(node) in SMALL_INTS:
-        raise Unreadable  # wraps around
-    return build(op, r.operand(a, index, node), r.operand(b, index, node))
+    return r.integer(build(op, r.operand(a, index, node), r.operand(b, index, node)), node)
 
 
 @reads("add", "sub", "rsub", "radd")
@@ -40,8 +37,6 @@ def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     a, b = args[0], argument(args, kwargs, 1, "other")
     name = operation(node)
     x, y = r.operand(a, index, node), r.operand(b, index, node)
-    if dtype_of(node) in SMALL_INTS:
-        raise Unreadable
     if dtype_of(node) == torch.bool:
         return build(
             "|", r.read(a, ix.broadcast(_shape(a), index), node), r.read(b, ix.broadcast(_shape(b), index), node)
@@ -52,7 +47,7 @@ def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
         x, y = (build("*", scale, x), y) if name == "rsub" else (x, build("*", scale, y))
     if name == "rsub":
         x, y = y, x
-    return build("-" if "sub" in name else "+", x, y)
+    return r.integer(build("-" if "sub" in name else "+", x, y), node)
 
 
 def _shape(x: Any) -> tuple[ix.Index, ...]:
@@ -109,7 +104,7 @@ def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     base, exponent = args[0], argument(args, kwargs, 1, "exponent")
     x = r.operand(base, index, node)
     if exponent in (2, 2.0) and isinstance(exponent, (int, float)):
-        return build("*", x, x)
+        return r.integer(build("*", x, x), node)
     if exponent in (1, 1.0) and isinstance(exponent, (int, float)):
         return x
     if not dtype_of(node).is_floating_point:
@@ -120,7 +115,7 @@ def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
 @reads("square")
 def _square(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     x = r.operand(args[0], index, node)
-    return build("*", x, x)
+    return r.integer(build("*", x, x), node)
 
 
 @reads("reciprocal")
@@ -130,7 +125,7 @@ def _reciprocal(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
 
 @reads("neg")
 def _neg(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    return build("neg", r.operand(args[0], index, node))
+    return r.integer(build("neg", r.operand(args[0], index, node)), node)
 
 
 @reads("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf")
@@ -163,17 +158,20 @@ def _abs(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     i = ix.from_expr(x)
     if i is not None and ix.nonnegative(i):
         return x
-    return build("abs", x)
+    return r.integer(build("abs", x), node)
 
 
 @reads("addcmul", "addcdiv")
 def _addc(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     a, b = (r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((1, "tensor1"), (2, "tensor2")))
     value_ = r.operand(argument(args, kwargs, 3, "value", default=1), (), node)
-    return build(
-        "+",
-        r.operand(args[0], index, node),
-        build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)),
+    return r.integer(
+        build(
+            "+",
+            r.operand(args[0], index, node),
+            build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)),
+        ),
+        node,
     )
 
 

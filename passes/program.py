@@ -230,7 +230,8 @@ class _Chooser:
 
     def _rounded(self, e: Expr) -> bool:
         """A float that is computed by rounding: not loaded, not a constant, not integers in float."""
-        if e.op in ("const", "name", "load", "half", "bfloat16", "int", "isnan", "bool") or e.op in score.COMPARE:
+        exact = ("const", "name", "load", "half", "bfloat16", "int", "int32", "isnan", "bool")
+        if e.op in exact or e.op in score.COMPARE:
             return False
         if e.op == "float":
             return self._rounded(e.args[0])
@@ -259,7 +260,7 @@ class _Chooser:
         match e.op:
             case "const":
                 return math.isfinite(e.value) and float(e.value).is_integer()
-            case "name" | "int":
+            case "name" | "int" | "int32":
                 return e.value not in ("s", "p")
             case "load":
                 t = tensor(self.r.held[e.value[1:]][0]) if e.value[1:] in self.r.held else None

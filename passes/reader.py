@@ -14,6 +14,7 @@ Operations are in `passes.leaves`, `pointwise`, `creation`, `views` and `lookups
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.fx import Graph, Node
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.graph import operation, tensor, value
+from torchflash.passes.graph import dtype_of, operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.mutation import Versions
 from torchflash.passes.table import Projection
@@ -102,6 +103,7 @@ class Reader:
         self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}
         self._memo: dict[tuple[Node, Indices], Expr] = {}
         self._dependent: dict[Expr, bool] = {}
+        self._reaches: dict[Expr, float] = {}
 
     def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `node`, each tensor in the version it has there; the first one is always positional."""
@@ -250,10 +252,59 @@ class Reader:
             return e
         if boolean:
             return build("where", e, score.const(1), score.const(0))
-        e = build("int", e) if floating else e
+        if floating:
+            e = build("int", e)
+        elif target == torch.int32 and source != target:
+            e = self.in_32_bits(e)
         if target in SMALL_INTS and source != target and not _small(e):
             raise Unreadable  # may wrap around
         return e
+
+    def integer(self, e: Expr, node: Node) -> Expr:
+        """`e`, computed from the integers that `node` is computed from, as the dtype of `node` holds it."""
+        dtype = dtype_of(node)
+        if dtype in SMALL_INTS:
+            raise Unreadable  # wraps around
+        return self.in_32_bits(e) if dtype == torch.int32 else e
+
+    def in_32_bits(self, e: Expr) -> Expr:
+        return e if self._reach(e) < 2**31 else build("int32", e)
+
+    def _reach(self, e: Expr) -> float:
+        """What the magnitude of an integer does not exceed. Symbolic sizes are taken for less than 2**20."""
+        for x in score.topological(e):
+            if x not in self._reaches:
+                args = [self._reaches[a] for a in x.args]
+                self._reaches[x] = self._reach_of(x, args)
+        return self._reaches[e]
+
+    def _reach_of(self, e: Expr, args: list[float]) -> float:
+        match e.op:
+            case "const":
+                return abs(float(e.value))
+            case "name":
+                i = ix.symbol(e.value)
+                size = ix.axis_size(i) if i is not None and ix.is_axis(i) else None
+                return float(size) if size is not None and size.is_number else float(1 << 20)
+            case "load":
+                held = self.held.get(e.value[1:])
+                t = None if held is None else tensor(held[0])
+                if t is None or t.dtype.is_floating_point:
+                    return math.inf
+                return 1.0 if t.dtype == torch.bool else float(-torch.iinfo(t.dtype).min or torch.iinfo(t.dtype).max)
+            case "int" | "int32":  # of a float: torch leaves open what becomes of larger ones
+                return min(args[0], float(1 << 31))
+            case "+" | "-":
+                return sum(args)
+            case "*":
+                return math.prod(args)
+            case "//" | "neg" | "abs":
+                return args[0]
+            case "%":
+                return args[1]
+            case "where" | "minimum" | "maximum":
+                return max(args[-2:])
+        return 1.0 if score.is_bool(e) else math.inf
 
 
 def batched(x: Node) -> bool:

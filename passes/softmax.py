@@ -266,7 +266,7 @@ def _magnitude(r: Reader, e: Expr) -> float:
                 found[x] = math.prod(args)
             case "/" if least := _least(x.args[1]):
                 found[x] = args[0] / least
-            case "neg" | "abs" | "float" | "int":
+            case "neg" | "abs" | "float" | "int" | "int32":
                 found[x] = args[0]
             case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
                 found[x] = 1.0

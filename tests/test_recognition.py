@@ -150,7 +150,7 @@ mask_two_of_them
 shaw
     score 0.35355339059327373 * s + t0[b, h, m, m + 12 - n]
 shaw_clamped_by_queries_and_keys
-    score x0 = m - n; x1 = where(x0 > 5, 5, x0); x2 = where(x1 < -5, -5, x1) + 5; 0.35355339059327373 * s + t0[b, h, m, x2] + t1[b, h, n, x2]
+    score x0 = m - n; x1 = where(x0 < -5, -5, x0); x2 = where(x1 > 5, 5, x1) + 5; 0.35355339059327373 * s + t0[b, h, m, x2] + t1[b, h, n, x2]
 sam_decomposed_relpos
     score x0 = m // 4; x1 = m % 4; s + t0[h, x0, x1, n // 4] + t1[h, x0, x1, n % 4]
 sinks_and_causal_mask

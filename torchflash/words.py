@@ -124,7 +124,7 @@ def _value(e: Expr, m: int, n: int) -> Any:
             memo[x] = {"m": m, "n": n}.get(x.value, 0)  # sizes: as if there were as many queries as keys
         elif x.op == "const":
             memo[x] = x.value
-        elif x.op in ("int", "float"):
+        elif x.op in ("int", "int32", "float"):
             memo[x] = memo[x.args[0]]
         else:
             memo[x] = _OPERATIONS[x.op](*(memo[a] for a in x.args))
