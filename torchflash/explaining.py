@@ -50,7 +50,7 @@ def reports_of(
 ) -> Report:
     """What `backend`, whose graphs are `reporting`, reports while `use` calls the model compiled by it. The model and
     what Dynamo knows of it are as before afterwards."""
-    apart = {"isolate_recompiles": True} if _ISOLATES else {}
+    apart: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=backend, dynamic=dynamic, **apart)
     found: list[Report] = []
     token = _reports.set(found)
