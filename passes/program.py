@@ -95,10 +95,15 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
 
 
 def _reaches_scores(e: Expr, captures: Sequence[Node | Table | Projection]) -> bool:
-    """Whether a gradient of the score program reaches the dot product."""
+    """Whether a gradient of the score program reaches the dot product, be it one of zeros as that of round and sign."""
     tensors = [tensor(c) if isinstance(c, Node) else None for c in captures]
     kinds = {f"t{i}": "f" if t is None else score.capture_kinds([t])["t0"] for i, t in enumerate(tensors)}
-    return name("s") in score.vjp(e, kinds)
+    memo: dict[Expr, str] = {}
+    reached = {name("s")}
+    for x in score.topological(e):
+        if score.kind(x, kinds, memo) == "f" and x.op != "load" and reached.intersection(x.args):
+            reached.add(x)
+    return e in reached
 
 
 # --------------------------------------------------------------------------------------------------- load or compute

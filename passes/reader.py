@@ -13,6 +13,7 @@ Operations are in `passes.leaves`, `pointwise`, `creation`, `views` and `lookups
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import operator
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from torchflash import score
 from torchflash.passes import index as ix
@@ -104,6 +106,7 @@ class Reader:
         self._memo: dict[tuple[Node, Indices], Expr] = {}
         self._dependent: dict[Expr, bool] = {}
         self._reaches: dict[Expr, float] = {}
+        self._inputs: dict[Node, int] = {}
 
     def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `node`, each tensor in the version it has there; the first one is always positional."""
@@ -207,6 +210,33 @@ class Reader:
                 if x not in self._dependent:
                     self._dependent[x] = x.op in ("dot", "reduce", "softmax") or any(self._dependent[a] for a in x.args)
         return self._dependent[e]
+
+    def gradient_inputs(self, e: Expr) -> int:
+        """The inputs of the graph that `e` is differentiable with respect to, as bits of a number. Where a graph does
+        not say whether an input needs a gradient (those of torch.export), each floating-point one does."""
+        if not self._inputs:
+            self._inputs = self._gradient_inputs()
+        found = 0
+        for x in score.topological(e):
+            held = self.held.get(x.value[1:]) if x.op == "load" else None
+            node = held[0] if held is not None else x.value.node if x.op in ("dot", "reduce", "softmax") else None
+            found |= self._inputs.get(node, 0) if node is not None else 0
+        return found
+
+    def _gradient_inputs(self) -> dict[Node, int]:
+        found: dict[Node, int] = {}
+        for i, node in enumerate(self.versions.nodes):
+            t = tensor(node)
+            needs = t is not None and t.dtype.is_floating_point
+            needs = needs and (t.requires_grad or "example_value" not in node.meta) and node not in self.cut  # type: ignore[union-attr]
+            if self.without_gradients or operation(node) == "detach" or (t is not None and not needs):
+                found[node] = 0
+            elif not node.op.startswith("call"):
+                found[node] = 1 << i if needs else 0
+            else:
+                inputs = [found.get(x, 0) for x in tree_leaves(self.arguments(node)) if isinstance(x, Node)]
+                found[node] = functools.reduce(operator.or_, inputs, 0)
+        return found
 
     # ---------------------------------------------------------------------------------------------- operands, casts
 
