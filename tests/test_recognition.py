@@ -39,7 +39,8 @@ def test_trains_in_bfloat16(name: str) -> None:
     check(FORMS[name], train=True, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", sample(12, start=5))
+# a number of heads that is symbolic too need not be even
+@pytest.mark.parametrize("name", sample(12, start=5, without={"gqa_fold_groups_into_rows_causal"}))
 def test_trains_with_dynamic_shapes(name: str) -> None:
     check(FORMS[name], train=True, dynamic=True)
 
