@@ -441,7 +441,9 @@ def _hint(s: Any) -> int:
 
 def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal strides wherever a dim has more than one element; of no elements any."""
-    return any(_hint(n) == 0 for n in a.shape) or all(_same(s, t) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if _hint(n) != 1)
+    if any(_hint(n) == 0 for n in a.shape):
+        return True
+    return all(_same(s, t) for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if _hint(n) != 1)
 
 
 PASS_STRIDES_ON = frozenset("transpose permute getattr unsqueeze movedim t reshape flatten add mul sub div to".split())
