@@ -163,6 +163,8 @@ class Printer:
                 if self.kind(e.args[0]) == "f":
                     return f"tl.cast({a}, tl.int64)"
                 return self.cast(e.args[0], a, "i")
+            case "int32":
+                return f"tl.cast({self.cast(e.args[0], a, 'i')}, tl.int32)"
             case "bool":
                 return self.cast(e.args[0], a, "b")
             case "float":

@@ -5,6 +5,7 @@ made smaller or the block is left alone:
 
     q[b, h, m] · w[b, h, m, n]                given one by one: nothing is smaller, it is loaded
     q[b, h, m] · table[bucket(m, n)]          (q @ table.T)[b, h, m, bucket(m, n)]: one for each row of the table
+    u[h] · k[b, h, n]                         one for each key: it is loaded
     q[b, h, m] · k[b, h, n]                   left alone
 """
 
@@ -52,7 +53,10 @@ class Beside:
         return failure if self.bases & self._bases(c.lhs, c.rhs) else whole
 
     def _square(self, dot: Dot) -> bool:
-        """Has an element for every query and key: neither gathered from fewer, nor for groups of keys."""
+        """Has an element for every query and key: neither gathered from fewer, nor for groups of keys, nor the same for
+        all queries."""
+        if not any(self.queries & ix.axes(i) for i in dot.index):
+            return False
         size = ix.ONE
         for i, s in zip(dot.index, ix.shape_of(tensor(dot.node)), strict=True):  # type: ignore[arg-type]
             if self.n in ix.axes(i):

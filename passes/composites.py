@@ -27,7 +27,7 @@ from torchflash.passes.graph import tensor, value
 
 log = logging.getLogger(__name__)
 
-COMPOSITES: frozenset[Any] = frozenset((F.multi_head_attention_forward,))
+COMPOSITES: frozenset[Any] = frozenset((F.multi_head_attention_forward, F.softmin))
 
 
 def open_composites(gm: GraphModule) -> None:
@@ -35,11 +35,14 @@ def open_composites(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target not in COMPOSITES:
             continue
-        if any(u.target is not operator.getitem for u in node.users):
+        several = isinstance(value(node), (tuple, list))
+        if several and any(u.target is not operator.getitem for u in node.users):
             continue
         opened = open_call(gm, node, node.target)
         if opened is None:
             continue
+        if not several:
+            node.replace_all_uses_with(opened.results)
         for user in list(node.users):
             user.replace_all_uses_with(opened.results[user.args[1]])
             gm.graph.erase_node(user)

@@ -38,7 +38,7 @@ def _arange(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -
     low, stride = (ix.from_expr(r.operand(x, (), node)) for x in (start, step))
     if low is None or stride is None:
         raise Unreadable
-    return ix.to_expr(ix.sympy.expand(low + stride * index[0]))
+    return r.cast(ix.to_expr(ix.sympy.expand(low + stride * index[0])), torch.int64, dtype_of(node))
 
 
 @reads(

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from typing import Any
 
@@ -119,9 +121,24 @@ def in_place_target(node: Node) -> Any:
         if text == "__setitem__" or (text.endswith("_") and not text.endswith("__")) or text.strip("_") in _IN_PLACE:
             return node.args[0]
     out = node.kwargs.get("out")
-    if out is None and node.kwargs.get("inplace") is True:
+    if out is None and (node.kwargs.get("inplace") is True or _inplace_by_position(node)):
         return node.args[0] if node.args else node.kwargs.get("input")
     return out
+
+
+def _inplace_by_position(node: Node) -> bool:
+    """As the modules of torch.nn call their functions: dropout(x, p, training, inplace)."""
+    at = [i for i, a in enumerate(node.args) if a is True]
+    return bool(at) and node.op == "call_function" and _position_of_inplace(node.target) in at
+
+
+@functools.cache
+def _position_of_inplace(function: Any) -> int | None:
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a builtin
+        return None
+    return names.index("inplace") if "inplace" in names else None
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:

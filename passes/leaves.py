@@ -60,7 +60,7 @@ def _baddbmm(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
     )
 
 
-@reads("softmax", "_safe_softmax", "softmin")
+@reads("softmax", "_safe_softmax")
 def _softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     name = operation(node)
     dim = argument(args, kwargs, 1, "dim")
@@ -68,8 +68,6 @@ def _softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) 
     if dim is None:
         dim = 0 if rank in (0, 1, 3) else 1
     e = Expr("softmax", (), Softmax(args[0], positive_dim(dim, rank), index, node))
-    if name == "softmin":
-        raise Unreadable
     return build("nan_to_num", e) if name == "_safe_softmax" else e
 
 

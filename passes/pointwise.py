@@ -14,7 +14,6 @@ from torchflash.passes.graph import argument, dtype_of, operation, tensor, value
 from torchflash.passes.reader import (
     HALVES,
     HANDLERS,
-    SMALL_INTS,
     Indices,
     Reader,
     Unreadable,
@@ -30,9 +29,7 @@ Kwargs = dict[str, Any]
 
 
 def _arithmetic(r: Reader, node: Node, op: str, a: Any, b: Any, index: Indices) -> Expr:
-    if dtype_of(node) in SMALL_INTS:
-        raise Unreadable  # wraps around
-    return build(op, r.operand(a, index, node), r.operand(b, index, node))
+    return r.integer(build(op, r.operand(a, index, node), r.operand(b, index, node)), node)
 
 
 @reads("add", "sub", "rsub", "radd")
@@ -40,8 +37,6 @@ def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     a, b = args[0], argument(args, kwargs, 1, "other")
     name = operation(node)
     x, y = r.operand(a, index, node), r.operand(b, index, node)
-    if dtype_of(node) in SMALL_INTS:
-        raise Unreadable
     if dtype_of(node) == torch.bool:
         return build(
             "|", r.read(a, ix.broadcast(_shape(a), index), node), r.read(b, ix.broadcast(_shape(b), index), node)
@@ -52,7 +47,7 @@ def _add(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
         x, y = (build("*", scale, x), y) if name == "rsub" else (x, build("*", scale, y))
     if name == "rsub":
         x, y = y, x
-    return build("-" if "sub" in name else "+", x, y)
+    return r.integer(build("-" if "sub" in name else "+", x, y), node)
 
 
 def _shape(x: Any) -> tuple[ix.Index, ...]:
@@ -84,7 +79,10 @@ def _div(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
 @reads("floor_divide")
 def _floor_divide(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     if dtype_of(node).is_floating_point:
-        return build("floor", build("/", r.operand(args[0], index, node), r.operand(args[1], index, node)))
+        quotient = build("/", r.operand(args[0], index, node), r.operand(args[1], index, node))
+        if r.depends(quotient):
+            raise Unreadable  # 1.0 // 0.1 is 9, the floor of the quotient, which is rounded, 10
+        return build("floor", quotient)
     return _divide_index("//", _arithmetic(r, node, "//", args[0], args[1], index))
 
 
@@ -106,7 +104,7 @@ def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     base, exponent = args[0], argument(args, kwargs, 1, "exponent")
     x = r.operand(base, index, node)
     if exponent in (2, 2.0) and isinstance(exponent, (int, float)):
-        return build("*", x, x)
+        return r.integer(build("*", x, x), node)
     if exponent in (1, 1.0) and isinstance(exponent, (int, float)):
         return x
     if not dtype_of(node).is_floating_point:
@@ -117,7 +115,7 @@ def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
 @reads("square")
 def _square(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     x = r.operand(args[0], index, node)
-    return build("*", x, x)
+    return r.integer(build("*", x, x), node)
 
 
 @reads("reciprocal")
@@ -127,7 +125,7 @@ def _reciprocal(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
 
 @reads("neg")
 def _neg(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    return build("neg", r.operand(args[0], index, node))
+    return r.integer(build("neg", r.operand(args[0], index, node)), node)
 
 
 @reads("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf")
@@ -160,17 +158,20 @@ def _abs(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> E
     i = ix.from_expr(x)
     if i is not None and ix.nonnegative(i):
         return x
-    return build("abs", x)
+    return r.integer(build("abs", x), node)
 
 
 @reads("addcmul", "addcdiv")
 def _addc(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     a, b = (r.operand(argument(args, kwargs, k, n), index, node) for k, n in ((1, "tensor1"), (2, "tensor2")))
     value_ = r.operand(argument(args, kwargs, 3, "value", default=1), (), node)
-    return build(
-        "+",
-        r.operand(args[0], index, node),
-        build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)),
+    return r.integer(
+        build(
+            "+",
+            r.operand(args[0], index, node),
+            build("*", value_, build("*" if operation(node) == "addcmul" else "/", a, b)),
+        ),
+        node,
     )
 
 
@@ -182,55 +183,123 @@ def _lerp(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> 
     return build("+", start, build("*", weight, build("-", end, start)))
 
 
-@reads("relu", "leaky_relu", "silu", "softplus", "softsign", "hardtanh", "gelu", "relu6", "log_sigmoid", "logsigmoid")
+@reads("relu", "leaky_relu", "silu", "softplus", "softsign", "hardtanh", "gelu", "relu6", "log_sigmoid", "logsigmoid",
+       "elu", "selu", "celu", "mish", "hardswish", "hardsigmoid", "softshrink", "hardshrink", "tanhshrink",
+       "threshold")  # fmt: skip
 def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     x = r.operand(args[0], index, node)
+
+    def number(position: int, name: str, default: float) -> float:
+        given = argument(args, kwargs, position, name, default=default)
+        if not isinstance(given, (int, float)) or isinstance(given, bool):
+            raise Unreadable
+        return float(given)
+
     match operation(node):
         case "relu":
             # torch's relu has gradient 0 at 0, and NaN stays NaN
-            return build("where", build("<=", x, const(0.0)), ZERO, x)
+            return build("where", build("<=", x, ZERO), ZERO, x)
         case "relu6":
-            return _clamped(x, const(0.0), const(6.0))
+            return _saturated(x, 0.0, 6.0)
         case "leaky_relu":
             slope = r.operand(argument(args, kwargs, 1, "negative_slope", default=0.01), (), node)
             return build("where", build(">", x, ZERO), x, build("*", slope, x))
         case "silu":
             return build("*", x, build("sigmoid", x))
-        case "gelu" if argument(args, kwargs, 1, "approximate", default="none") == "none":
-            return build(
-                "*",
-                build("*", const(0.5), x),
-                build("+", const(1.0), build("erf", build("*", const(math.sqrt(0.5)), x))),
-            )
+        case "gelu":
+            return _gelu(x, argument(args, kwargs, 1, "approximate", default="none"))
         case "logsigmoid" | "log_sigmoid":
-            low = build("where", build("<", x, ZERO), x, ZERO)
-            return build("-", low, build("log1p", build("exp", build("neg", build("abs", x)))))
+            return build("neg", _softplus(build("neg", x)))
         case "softsign":
             return build("/", x, build("+", const(1.0), build("abs", x)))
         case "softplus":
-            beta, threshold = (
-                argument(args, kwargs, 1, "beta", default=1),
-                argument(args, kwargs, 2, "threshold", default=20),
-            )
-            if beta != 1:
-                raise Unreadable
-            return build("where", build(">", x, const(float(threshold))), x, build("log1p", build("exp", x)))
+            return _softplus(x, number(1, "beta", 1.0), number(2, "threshold", _FAR))
         case "hardtanh":
-            low, high = (
-                argument(args, kwargs, 1, "min_val", default=-1.0),
-                argument(args, kwargs, 2, "max_val", default=1.0),
-            )
-            return _clamped(x, const(float(low)), const(float(high)))
+            return _saturated(x, number(1, "min_val", -1.0), number(2, "max_val", 1.0))
+        case "elu" if isinstance(node.target, torch._ops.OpOverload):
+            return _elu(x, number(1, "alpha", 1.0), number(2, "scale", 1.0), number(3, "input_scale", 1.0))
+        case "elu":
+            return _elu(x, number(1, "alpha", 1.0))
+        case "selu":
+            return _elu(x, 1.6732632423543772, 1.0507009873554805)
+        case "celu":
+            alpha = number(1, "alpha", 1.0)
+            return _elu(x, alpha, 1.0, 1.0 / alpha)
+        case "mish":
+            return build("*", x, build("tanh", _softplus(x)))
+        case "hardswish":
+            inside = build("*", x, build("*", const(1 / 6), build("+", x, const(3.0))))
+            above = build("where", build(">=", x, const(3.0)), x, inside)
+            return build("where", build("<=", x, const(-3.0)), build("*", ZERO, x), above)
+        case "hardsigmoid":
+            return build("*", const(1 / 6), _saturated(build("+", x, const(3.0)), 0.0, 6.0))
+        case "softshrink":
+            size = const(number(1, "lambd", 0.5))
+            above = build("where", build(">", x, size), build("-", x, size), build("*", ZERO, x))
+            return build("where", build("<", x, build("neg", size)), build("+", x, size), above)
+        case "hardshrink":
+            size = const(number(1, "lambd", 0.5))
+            return build("where", build("<=", build("abs", x), size), ZERO, x)
+        case "tanhshrink":
+            return build("-", x, build("tanh", x))
+        case "threshold":
+            low, fill = (const(number(k, n, 0.0)) for k, n in ((1, "threshold"), (2, "value")))
+            return build("where", build("<=", x, low), fill, x)
     raise Unreadable
 
 
+_FAR = 20.0  # exp(-20) is less than the last place of 20
+
+
+def _softplus(x: Expr, beta: float = 1.0, threshold: float = _FAR) -> Expr:
+    """log(1 + exp(x)). Where that is x itself nothing overflows either: an infinite exp would have a gradient of NaN,
+    chosen or not."""
+    y = build("*", const(beta), x)
+    far = build(">", y, const(threshold))
+    near = build("log1p", build("exp", build("where", far, const(threshold), y)))
+    return build("where", far, x, build("*", const(1 / beta), near))
+
+
+def _elu(x: Expr, alpha: float, scale: float = 1.0, input_scale: float = 1.0) -> Expr:
+    low = build("<=", x, ZERO)
+    y = build("expm1", build("*", const(input_scale), build("where", low, x, ZERO)))
+    return build("where", low, build("*", const(alpha * scale), y), build("*", const(scale), x))
+
+
+def _gelu(x: Expr, approximate: Any) -> Expr:
+    if approximate == "none":
+        y = build("erf", build("*", const(math.sqrt(0.5)), x))
+    elif approximate == "tanh":
+        cubic = build("*", const(0.044715), build("*", x, build("*", x, x)))
+        y = build("tanh", build("*", const(math.sqrt(2 / math.pi)), build("+", x, cubic)))
+    else:
+        raise Unreadable
+    return build("*", build("*", const(0.5), x), build("+", const(1.0), y))
+
+
+@reads("logaddexp")
+def _logaddexp(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    a, b = r.operand(args[0], index, node), r.operand(argument(args, kwargs, 1, "other"), index, node)
+    high = build(">=", a, b)
+    alike = build("&", build("==", a, b), build("==", build("abs", a), const(math.inf)))  # their difference is NaN
+    d = build("where", alike, ZERO, build("where", high, build("-", b, a), build("-", a, b)))
+    return build("+", build("where", high, a, b), build("log1p", build("exp", d)))
+
+
+def _saturated(x: Expr, low: float, high: float) -> Expr:
+    """Between two numbers, with gradient 0 at them too, as hardtanh of torch has; NaN stays."""
+    below, above = build("<=", x, const(low)), build(">=", x, const(high))
+    return build("where", below, const(low), build("where", above, const(high), x))
+
+
 def _clamped(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
-    """Clamping by comparisons: NaN stays, and the gradient at the ends is 1 as in torch."""
+    """Clamping by comparisons: NaN stays, and the gradient at the ends is 1 as in torch. Where the ends are the wrong
+    way round it is the upper one."""
     y = x
-    if high is not None:
-        y = build("where", compare(">", y, high), high, y)
     if low is not None:
         y = build("where", compare("<", y, low), low, y)
+    if high is not None:
+        y = build("where", compare(">", y, high), high, y)
     return y
 
 

@@ -95,10 +95,15 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
 
 
 def _reaches_scores(e: Expr, captures: Sequence[Node | Table | Projection]) -> bool:
-    """Whether a gradient of the score program reaches the dot product."""
+    """Whether a gradient of the score program reaches the dot product, be it one of zeros as that of round and sign."""
     tensors = [tensor(c) if isinstance(c, Node) else None for c in captures]
     kinds = {f"t{i}": "f" if t is None else score.capture_kinds([t])["t0"] for i, t in enumerate(tensors)}
-    return name("s") in score.vjp(e, kinds)
+    memo: dict[Expr, str] = {}
+    reached = {name("s")}
+    for x in score.topological(e):
+        if score.kind(x, kinds, memo) == "f" and x.op != "load" and reached.intersection(x.args):
+            reached.add(x)
+    return e in reached
 
 
 # --------------------------------------------------------------------------------------------------- load or compute
@@ -230,7 +235,8 @@ class _Chooser:
 
     def _rounded(self, e: Expr) -> bool:
         """A float that is computed by rounding: not loaded, not a constant, not integers in float."""
-        if e.op in ("const", "name", "load", "half", "bfloat16", "int", "isnan", "bool") or e.op in score.COMPARE:
+        exact = ("const", "name", "load", "half", "bfloat16", "int", "int32", "isnan", "bool")
+        if e.op in exact or e.op in score.COMPARE:
             return False
         if e.op == "float":
             return self._rounded(e.args[0])
@@ -259,7 +265,7 @@ class _Chooser:
         match e.op:
             case "const":
                 return math.isfinite(e.value) and float(e.value).is_integer()
-            case "name" | "int":
+            case "name" | "int" | "int32":
                 return e.value not in ("s", "p")
             case "load":
                 t = tensor(self.r.held[e.value[1:]][0]) if e.value[1:] in self.r.held else None

@@ -13,7 +13,9 @@ Operations are in `passes.leaves`, `pointwise`, `creation`, `views` and `lookups
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from torchflash import score
 from torchflash.passes import index as ix
-from torchflash.passes.graph import operation, tensor, value
+from torchflash.passes.graph import dtype_of, operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.mutation import Versions
 from torchflash.passes.table import Projection
@@ -102,6 +105,8 @@ class Reader:
         self.origin: dict[Expr, list[tuple[Node, Indices]]] = {}
         self._memo: dict[tuple[Node, Indices], Expr] = {}
         self._dependent: dict[Expr, bool] = {}
+        self._reaches: dict[Expr, float] = {}
+        self._inputs: dict[Node, int] = {}
 
     def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `node`, each tensor in the version it has there; the first one is always positional."""
@@ -206,6 +211,33 @@ class Reader:
                     self._dependent[x] = x.op in ("dot", "reduce", "softmax") or any(self._dependent[a] for a in x.args)
         return self._dependent[e]
 
+    def gradient_inputs(self, e: Expr) -> int:
+        """The inputs of the graph that `e` is differentiable with respect to, as bits of a number. Where a graph does
+        not say whether an input needs a gradient (those of torch.export), each floating-point one does."""
+        if not self._inputs:
+            self._inputs = self._gradient_inputs()
+        found = 0
+        for x in score.topological(e):
+            held = self.held.get(x.value[1:]) if x.op == "load" else None
+            node = held[0] if held is not None else x.value.node if x.op in ("dot", "reduce", "softmax") else None
+            found |= self._inputs.get(node, 0) if node is not None else 0
+        return found
+
+    def _gradient_inputs(self) -> dict[Node, int]:
+        found: dict[Node, int] = {}
+        for i, node in enumerate(self.versions.nodes):
+            t = tensor(node)
+            needs = t is not None and t.dtype.is_floating_point
+            needs = needs and (t.requires_grad or "example_value" not in node.meta) and node not in self.cut  # type: ignore[union-attr]
+            if self.without_gradients or operation(node) == "detach" or (t is not None and not needs):
+                found[node] = 0
+            elif not node.op.startswith("call"):
+                found[node] = 1 << i if needs else 0
+            else:
+                inputs = [found.get(x, 0) for x in tree_leaves(self.arguments(node)) if isinstance(x, Node)]
+                found[node] = functools.reduce(operator.or_, inputs, 0)
+        return found
+
     # ---------------------------------------------------------------------------------------------- operands, casts
 
     def operand(self, x: Any, index: Indices, node: Node, as_float: bool | None = None) -> Expr:
@@ -250,10 +282,59 @@ class Reader:
             return e
         if boolean:
             return build("where", e, score.const(1), score.const(0))
-        e = build("int", e) if floating else e
+        if floating:
+            e = build("int", e)
+        elif target == torch.int32 and source != target:
+            e = self.in_32_bits(e)
         if target in SMALL_INTS and source != target and not _small(e):
             raise Unreadable  # may wrap around
         return e
+
+    def integer(self, e: Expr, node: Node) -> Expr:
+        """`e`, computed from the integers that `node` is computed from, as the dtype of `node` holds it."""
+        dtype = dtype_of(node)
+        if dtype in SMALL_INTS:
+            raise Unreadable  # wraps around
+        return self.in_32_bits(e) if dtype == torch.int32 else e
+
+    def in_32_bits(self, e: Expr) -> Expr:
+        return e if self._reach(e) < 2**31 else build("int32", e)
+
+    def _reach(self, e: Expr) -> float:
+        """What the magnitude of an integer does not exceed. Symbolic sizes are taken for less than 2**20."""
+        for x in score.topological(e):
+            if x not in self._reaches:
+                args = [self._reaches[a] for a in x.args]
+                self._reaches[x] = self._reach_of(x, args)
+        return self._reaches[e]
+
+    def _reach_of(self, e: Expr, args: list[float]) -> float:
+        match e.op:
+            case "const":
+                return abs(float(e.value))
+            case "name":
+                i = ix.symbol(e.value)
+                size = ix.axis_size(i) if i is not None and ix.is_axis(i) else None
+                return float(size) if size is not None and size.is_number else float(1 << 20)
+            case "load":
+                held = self.held.get(e.value[1:])
+                t = None if held is None else tensor(held[0])
+                if t is None or t.dtype.is_floating_point:
+                    return math.inf
+                return 1.0 if t.dtype == torch.bool else float(-torch.iinfo(t.dtype).min or torch.iinfo(t.dtype).max)
+            case "int" | "int32":  # of a float: torch leaves open what becomes of larger ones
+                return min(args[0], float(1 << 31))
+            case "+" | "-":
+                return sum(args)
+            case "*":
+                return math.prod(args)
+            case "//" | "neg" | "abs":
+                return args[0]
+            case "%":
+                return args[1]
+            case "where" | "minimum" | "maximum":
+                return max(args[-2:])
+        return 1.0 if score.is_bool(e) else math.inf
 
 
 def batched(x: Node) -> bool:

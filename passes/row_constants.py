@@ -1,4 +1,8 @@
-"""What is the same for all keys of a row, the softmax does not see: the maximum everybody subtracts."""
+"""What is the same for all keys of a row, the softmax does not see: the maximum everybody subtracts.
+
+Its gradient is zero, but is one: a parameter that only such a term depends on has a gradient of zeros in eager mode,
+not None, and the result depends on it. So a term that brings an input of its own stays.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,34 @@ from torchflash.score import Expr, build, const
 def strip_row_constants(r: Reader, e: Expr, n: ix.Index) -> Expr:
     """`e` without score-dependent terms that do not vary along `n`: softmax does not see them. What a mask fills in
     is at least as low as -1e30 where a term is dropped beside it, and stays what it is."""
+    dropped: list[Expr] = []
+    stripped = _strip(r, e, n, dropped, frozenset())
+    rest = r.gradient_inputs(stripped) if dropped else 0
+    own = frozenset(x for x in dropped if r.gradient_inputs(x) & ~rest)
+    return _strip(r, e, n, [], own) if own else stripped
+
+
+def _strip(r: Reader, e: Expr, n: ix.Index, dropped: list[Expr], kept: frozenset[Expr]) -> Expr:
+    """Notes in `dropped` which terms are; those in `kept` are not."""
 
     def constant(x: Expr) -> bool:
-        return r.depends(x) and n not in ix.expr_axes(x)
+        if not r.depends(x) or n in ix.expr_axes(x) or x in kept:
+            return False
+        dropped.append(x)
+        return True
 
     match e.op:
         case "+" | "-":
             a, b = e.args
             if constant(b):
-                return strip_row_constants(r, a, n)
+                return _strip(r, a, n, dropped, kept)
             if constant(a):
-                rest = strip_row_constants(r, b, n)
+                rest = _strip(r, b, n, dropped, kept)
                 return rest if e.op == "+" else build("neg", rest)
-            return build(e.op, strip_row_constants(r, a, n), strip_row_constants(r, b, n))
+            return build(e.op, _strip(r, a, n, dropped, kept), _strip(r, b, n, dropped, kept))
         case "*" | "/" if any(x.op == "const" and x.value for x in e.args) and e.args[-1].op != e.args[0].op:
             factor, inner = sorted(e.args, key=lambda x: x.op != "const")
-            stripped = strip_row_constants(r, inner, n)
+            stripped = _strip(r, inner, n, dropped, kept)
             if stripped is inner or (e.op == "/" and e.args[1] is not factor):
                 return e
             scale = abs(1.0 / factor.value if e.op == "/" else factor.value)
@@ -42,9 +58,9 @@ def strip_row_constants(r: Reader, e: Expr, n: ix.Index) -> Expr:
         case "where":
             c, a, b = e.args
             if _masked(b):
-                return build("where", c, strip_row_constants(r, a, n), b)
+                return build("where", c, _strip(r, a, n, dropped, kept), b)
             if _masked(a):
-                return build("where", c, a, strip_row_constants(r, b, n))
+                return build("where", c, a, _strip(r, b, n, dropped, kept))
     return e
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from torchflash.passes.composites import Opened, open_call
@@ -33,9 +34,21 @@ def open_calls(gm: GraphModule, which: str, unsure: bool = False) -> tuple[list[
         if found is None:
             left[node] = why or "its operations could not be traced"
             continue
+        _lies_as(found.results, node)
         node.replace_all_uses_with(found.results)
         opened.append(found)
     return opened, left
+
+
+def _lies_as(result: Node, call: Node) -> None:
+    """Gives the opened result the strides of the call's, which follow those of the queries in most of torch's kernels:
+    what comes after, such as a view without a copy, has been traced with them."""
+    given, made = tensor(call), tensor(result)
+    assert given is not None and isinstance(made, FakeTensor)
+    with made.fake_mode, torch.no_grad():
+        lying = torch.empty_strided(given.shape, given.stride(), dtype=made.dtype, device=made.device)
+    key = "example_value" if "example_value" in result.meta else "val"
+    result.meta[key] = lying.requires_grad_(made.requires_grad)
 
 
 def close_calls(gm: GraphModule, opened: list[Opened]) -> set[str]:

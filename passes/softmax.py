@@ -266,7 +266,7 @@ def _magnitude(r: Reader, e: Expr) -> float:
                 found[x] = math.prod(args)
             case "/" if least := _least(x.args[1]):
                 found[x] = args[0] / least
-            case "neg" | "abs" | "float" | "int":
+            case "neg" | "abs" | "float" | "int" | "int32":
                 found[x] = args[0]
             case "tanh" | "sigmoid" | "sin" | "cos" | "erf":
                 found[x] = 1.0
@@ -482,13 +482,14 @@ def _score_of(r: Reader, added: Expr, exponent: Expr, n: ix.Index, keys: ix.Inde
 
 
 def _clamped(e: Expr) -> bool:
-    """Whether `e` is at least a number: maximum(x, c), or where(x < c, c, x)."""
+    """Whether `e` is at least a number: maximum(x, c), or where(x < c, c, x), or such cut off above."""
     if e.op == "maximum":
         return any(x.op == "const" and math.isfinite(x.value) for x in e.args)
-    if e.op != "where" or e.args[0].op not in ("<", "<="):
+    if e.op != "where" or e.args[0].op not in ("<", "<=", ">", ">="):
         return False
-    (x, c), low, other = e.args[0].args, e.args[1], e.args[2]
-    return x is other and c is low and c.op == "const" and math.isfinite(c.value)
+    (x, c), end, other = e.args[0].args, e.args[1], e.args[2]
+    finite = x is other and c is end and c.op == "const" and math.isfinite(c.value)
+    return finite and (e.args[0].op[0] == "<" or _clamped(x))
 
 
 def _log(e: Expr) -> Expr | None:

@@ -102,11 +102,8 @@ class Emission:
             return node
         if args:
             node = self.out.call(operator.getitem, node, tuple(args))
-        return (
-            self.out.method("to", node, torch.float32)
-            if t.dtype.is_floating_point and t.dtype != torch.float32
-            else node
-        )
+        wide = torch.float32 if t.dtype.is_floating_point else torch.bool if t.dtype == torch.bool else torch.int64
+        return node if t.dtype == wide else self.out.method("to", node, wide)
 
     def call(self, op: str, e: Expr, args: list[Any]) -> Any:
         if op in _FUNCTIONS:
@@ -114,6 +111,8 @@ class Emission:
         casts = {"int": torch.int64, "float": torch.float32, "bool": torch.bool}
         if op in casts:
             return self.out.method("to", args[0], casts[op])
+        if op == "int32":
+            return self.out.method("to", self.out.method("to", args[0], torch.int32), torch.int64)
         if op in ("half", "bfloat16"):
             return self.out.method(
                 "to", self.out.method("to", args[0], getattr(torch, "float16" if op == "half" else op)), torch.float32

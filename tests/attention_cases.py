@@ -85,6 +85,9 @@ CASES = [
     Case("alibi_rounded", "where(n <= m, 0.25 * s + bfloat16(0.1 * float(n - m)), -inf)", "n <= m"),
     Case("time_stamps", "0.25 * s - 3e-09 * abs(float(t0[b, n] - t0[b, m]))",
          captures=lambda d: [1_700_000_000_000_000_000 + torch.randint(10**9, (B, N))]),
+    Case("int32", "where((int32(t0[b, n] * t0[b, m]) < 0) | (n == 0), "
+         "0.25 * s + 1e-09 * float(int32(t0[b, n] - t0[b, m])), -inf)",
+         captures=lambda d: [torch.randint(-(2**31), 2**31, (B, N)).to(torch.int32)]),
     Case("softcap", "where(n <= m, 5.0 * tanh(0.05 * s), -inf)", "n <= m"),
     Case("learned_scale", "minimum(exp(t0[()]), 100.0) * s", captures=normal(scale=0.3)),
     Case("bias", "0.25 * s + t0[h, m, n]", captures=normal(H, M, N)),

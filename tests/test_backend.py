@@ -229,6 +229,11 @@ def test_explain_twice_gives_the_same_report():
     assert all(report == reports[0] for report in reports) and len(reports[0]) == 2
 
 
+def test_explain_says_that_dynamo_gave_up(caplog):
+    assert torchflash.explain(lambda x: x)(torch.randn(2, 3)) == Report(graphs=0)
+    assert "torch._dynamo.reset()" in caplog.text
+
+
 @pytest.mark.parametrize("how", ["compile", "method", "function"])
 def test_explain_does_not_disturb_what_is_compiled(how):
     model, x = Model(), torch.randn(2, 4, 8)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from forms import Form, check
 from forms.registry import NEG, Gen, sc
+from torch import nn
 
 
 def run(fn: Callable[..., Any], *inputs: Any, blocks: int = 1, skip: str = "", train: bool = True) -> None:
@@ -45,6 +46,16 @@ def test_statement_spellings() -> None:
         s += 1.0
         s -= 0.5
         s /= 2.0
+        return s.softmax(-1) @ v
+
+    run(fn, *qkv())
+
+
+@pytest.mark.parametrize("clip", [nn.ReLU6(inplace=True), nn.Hardtanh(inplace=True)], ids=["relu6", "hardtanh"])
+def test_modules_that_write_in_place(clip: Callable[[Any], Any]) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k) * 4.0
+        clip(s)  # as in nn.Dropout, `inplace` is given by position
         return s.softmax(-1) @ v
 
     run(fn, *qkv())

@@ -76,6 +76,37 @@ def test_arguments():
     check(F.scaled_dot_product_attention, operands(q=(4, 40, 16), k=(4, 48, 16)), kept(4, 40, 48))
 
 
+def heads_last(x):
+    """The same tensor, as it comes from a projection: [B, T, H, D] with heads and positions swapped."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def first_query_last(x):
+    return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
+@pytest.mark.parametrize("lie", [heads_last, first_query_last, lambda x: x], ids=["bthd", "tbhd", "bhtd"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("mask", [None, "bool", "added"])
+def test_the_result_lies_in_memory_as_that_of_the_call(lie, mask, dynamic):
+    """A view of it needs no copy, and as_strided finds the same."""
+
+    def function(q, k, v, mask):
+        q, k, v = lie(q), lie(k), lie(v)
+        o = F.scaled_dot_product_attention(q, k, v, mask)
+        step = o.as_strided((2, 3), (o.stride(0), o.stride(1)))
+        return o, step, o.transpose(1, 2).view(2, 40, 64) if lie is heads_last else o
+
+    leaves, mask = operands(), None if mask is None else MASKS[mask]
+    torch._dynamo.reset()
+    options = {"torchflash.inner": "aot_eager", "torchflash.sdpa": "all"}
+    found = torch.compile(function, backend="torchflash", options=options, dynamic=dynamic)(*leaves, mask)
+    traced = torch.compile(function, backend="aot_eager", dynamic=dynamic)(*leaves, mask)
+    assert counts() == {"rewritten": 1}
+    for a, b in zip(found, traced, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, check_stride=True)
+
+
 def test_a_bias_gets_its_gradient():
     q, k, v = operands()
     bias = torch.randn(4, 40, 48, requires_grad=True)

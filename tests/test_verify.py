@@ -11,6 +11,7 @@ import pytest
 import torch
 from forms import FORMS, make
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -335,3 +336,16 @@ def test_rewritten_graph_has_it():
     assert len(report.rewritten) == 1
     rewritten(torch.randn(1, 2, 8, 4))
     assert backend.verification.ok
+
+
+@pytest.mark.parametrize("tell", [torchflash.explain, torchflash.verify], ids=["explain", "verify"])
+def test_there_is_no_limit_of_recompiles(tell):
+    def attend(q):
+        return torch.softmax(q @ q.mT, -1) @ q
+
+    for length in range(4, 14):
+        told = tell(attend)(torch.randn(1, 2, length, 4))
+        assert len(told) == 1, length
+    counters.clear()
+    torch.compile(attend, backend="torchflash", options={"torchflash.inner": "aot_eager"})(torch.randn(1, 2, 20, 4))
+    assert counters["torchflash"]["rewritten"] == 1

@@ -1,12 +1,14 @@
 """`explain` and `rewrite`: what the backend does, without compiling.
 
 `explain` runs Dynamo with a backend that rewrites a copy of each graph, reports, and executes the original. The report
-is bound to what Dynamo caches, so that a second call with the same shapes compiles nothing and reports all the same.
+is bound to what Dynamo caches, so that a graph that runs twice is compiled once and reported each time.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +19,11 @@ import torch
 
 from torchflash.options import Options, parse
 from torchflash.report import Report
+
+log = logging.getLogger("torchflash")
+
+# what is compiled here does not count towards the recompile limit of the model, where torch can tell the two apart
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 _reports: ContextVar[list[Report] | None] = ContextVar("torchflash_reports", default=None)
 
@@ -43,14 +50,20 @@ def reports_of(
 ) -> Report:
     """What `backend`, whose graphs are `reporting`, reports while `use` calls the model compiled by it. The model and
     what Dynamo knows of it are as before afterwards."""
-    compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=backend, dynamic=dynamic)
+    apart: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
+    compiled: Callable[..., Any] = torch.compile(_uncompiled(model), backend=backend, dynamic=dynamic, **apart)
     found: list[Report] = []
     token = _reports.set(found)
     try:
-        with _restored(model), _shapes_not_learnt():
+        with _restored(model), _shapes_not_learnt(), _compiled_every_time():
             use(compiled)
     finally:
         _reports.reset(token)
+    if not found:
+        log.warning(
+            "torchflash: no graph of the model was compiled, so there is nothing to report. Where it should have one,"
+            " Dynamo may have given it up, as it does at its recompile limit: torch._dynamo.reset() makes it try again"
+        )
     total = Report()
     for number, report in enumerate(found):
         total += Report.of_graph(number, report.records, report.graph_breaks)
@@ -146,6 +159,17 @@ def _shapes_not_learnt() -> Iterator[None]:
         finally:
             learnt.clear()
             learnt.update(saved)
+
+
+@contextmanager
+def _compiled_every_time() -> Iterator[None]:
+    """Another shape or another instance of a class compiles anew, however many there were before: beyond its limits
+    Dynamo would run the model without asking the backend."""
+    with torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT):
+        yield
+
+
+_NO_LIMIT = 1 << 30
 
 
 @contextmanager

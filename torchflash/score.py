@@ -11,7 +11,8 @@ algebra: evaluation by torch (`evaluate`), bounds over index intervals (`bounds`
 
 Names: `s` raw dot product q·k (float), `p` probability (float; only in `post` programs), `b h m n` batch, head, query
 and key index (int), `z0 z1 …` sizes (int), `t0[i, j] …` captured tensors at integer indices (`t0[()]` when 0-d).
-Floats are float32, ints int64. `/` divides floats; `//` and `%` round towards minus infinity as in Python and torch.
+Floats are float32, ints int64. `/` divides floats; `//` and `%` round towards minus infinity as in Python and torch;
+`int32` is what 32 bits hold of an int.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ FLOAT_FUNCTIONS = frozenset(
     )
 )
 ROUNDING = frozenset(("floor", "ceil", "trunc", "round", "sign"))
-FUNCTIONS = FLOAT_FUNCTIONS | ROUNDING | {"where", "abs", "minimum", "maximum", "int", "bool", "nan_to_num", "isnan"}
+_OTHERS = frozenset(("where", "abs", "minimum", "maximum", "int", "int32", "bool", "nan_to_num", "isnan"))
+FUNCTIONS = FLOAT_FUNCTIONS | ROUNDING | _OTHERS
 ARITY = {"where": 3, "minimum": 2, "maximum": 2}
 INDEX_NAMES = frozenset("bhmn")
 
@@ -188,7 +190,7 @@ class _Kinds:
             return "b"
         if op == "/" or op in FLOAT_FUNCTIONS:
             return "f"
-        if op == "int":
+        if op in ("int", "int32"):
             return "i"
         top = max(args[1:] if op == "where" else args, key="bif".index)
         return "i" if top == "b" and op in ("+", "-", "*", "//", "%", "**", "neg") else top
@@ -378,6 +380,8 @@ class _Torch:
                 return getattr(torch, op)(a.to(top), b.to(top))
             case "int":
                 return args[0].long()
+            case "int32":
+                return args[0].to(torch.int32).long()
             case "bool":
                 return args[0].bool()
             case "float":
@@ -423,7 +427,7 @@ def is_int(e: Expr) -> bool:
         return isinstance(e.value, int) and not isinstance(e.value, bool)
     if e.op == "name":
         return e.value not in ("s", "p", "g")
-    return e.op == "int" or (
+    return e.op in ("int", "int32") or (
         e.op in ("+", "-", "*", "//", "%", "neg", "abs", "minimum", "maximum") and all(map(is_int, e.args))
     )
 
@@ -558,6 +562,9 @@ def build(op: str, *args: Expr) -> Expr:
             return args[0]
         case "int" if is_int(args[0]):
             return args[0]
+        case "int32" if args[0].op in ("+", "-", "*", "neg", "int32"):  # only the last time counts
+            (a,) = args
+            return call("int32", _wide(a.args[0]) if a.op == "int32" else build(a.op, *map(_wide, a.args)))
         case "bool" if is_bool(args[0]):
             return args[0]
         case "half" | "bfloat16":
@@ -571,6 +578,10 @@ def build(op: str, *args: Expr) -> Expr:
             if is_bool(a):
                 return build("float", a)
     return call(op, *args)
+
+
+def _wide(e: Expr) -> Expr:
+    return e.args[0] if e.op == "int32" else e
 
 
 def _fold(op: str, args: Sequence[Expr]) -> Expr | None:
@@ -655,7 +666,7 @@ def _pullback(e: Expr, g: Expr) -> tuple[Expr | None, ...]:
         case "exp":
             return (build("*", g, e),)
         case "expm1":
-            return (build("*", g, build("+", e, c(1.0))),)
+            return (build("*", g, build("exp", x)),)
         case "log":
             return (build("/", g, x),)
         case "log1p":

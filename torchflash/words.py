@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from typing import Any
+import re
+from collections.abc import Iterable, Set
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchflash import score as sc
 from torchflash.score import Expr
@@ -13,12 +17,6 @@ from torchflash.score import Expr
 AXES = {"b": "batch", "h": "head", "m": "query", "n": "key"}
 LOW = -1e3  # numbers from here on down are masks
 _FAR = 1 << 40
-_OPERATIONS: dict[str, Any] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod,
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    "&": operator.and_, "|": operator.or_, "^": operator.xor, "~": operator.not_, "neg": operator.neg, "abs": abs,
-    "minimum": min, "maximum": max,
-}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -27,9 +25,7 @@ def in_words(score: str, keep: str = "", post: str = "p") -> str:
     scores but scaling. Raises ScoreError where they are no program."""
     x = sc.parse(score)
     kept = sc.parse(keep) if keep else _kept(x)
-    conjuncts = sorted(_conjuncts(kept), key=lambda c: bool(sc.loads(c)))
-    masks = list(dict.fromkeys(map(_condition, conjuncts)))
-    found = [" + ".join(masks)] if masks else []
+    found = [_all(_conjuncts(kept))]
     found += list(dict.fromkeys(_changes(_unmasked(x, sc.loads(kept)))))
     found += [_after(sc.parse(post))]
     return ", ".join(word for word in found if word) or "full attention"
@@ -64,18 +60,31 @@ def _conjuncts(e: Expr) -> list[Expr]:
     return [e]
 
 
+def _all(conjuncts: Iterable[Expr]) -> str:
+    """The words of conditions that hold together, without loads first."""
+    words = list(dict.fromkeys(map(_condition, sorted(conjuncts, key=lambda c: bool(sc.loads(c))))))
+    if not any("causal" in w or "ahead" in w for w in words):  # a window ends at the query's own key only if causal
+        words = [re.sub(r"^window of (\d+)$", lambda w: _from(1 - int(w[1]), ""), w) for w in words]
+    return " + ".join(words)
+
+
 def _condition(e: Expr) -> str:
     if e.op == "|":
-        return "(" + " or ".join(" + ".join(map(_condition, _conjuncts(a))) for a in e.args) + ")"
+        return "(" + " or ".join(_all(_conjuncts(a)) for a in e.args) + ")"
     loads = sc.loads(e)
     if not loads:
         return _positions(e)
-    inner = e.args[0] if e.op == "~" else e
-    if inner.op in ("==", "!=") and len(loads) == 2 and loads[0].value == loads[1].value:
-        return "documents" if {"m", "n"} <= sc.names(e) else "groups"
-    axes = _axes(*loads)
-    if inner.op in sc.COMPARE and len(axes) <= 2 and "n" not in axes and "n" in sc.names(e):
-        return "keys up to a position by query" if "m" in axes else "key lengths"
+    negated, inner = (True, e.args[0]) if e.op == "~" else (False, e)
+    if inner.op in ("==", "!=") and {*inner.args} == {*loads} and len({x.value for x in loads}) == 1:
+        other = "other " if (inner.op == "!=") != negated else ""
+        return other + ("documents" if {"m", "n"} <= sc.names(e) else "groups")
+    axes = sc.names(e) & set(AXES)
+    if inner.op in ("<", "<=", ">", ">=") and "n" not in _axes(*loads) and len(_axes(*loads)) <= 2:
+        for side, below in zip(inner.args, (inner.op[0] == "<", inner.op[0] == ">"), strict=True):
+            if _is_key(side) and "n" not in sc.names(*(a for a in inner.args if a is not side)):
+                by = " by query" if "m" in axes else ""
+                return f"keys from a position on{by}" if below == negated else f"keys up to a position{by}" if by else \
+                    "key lengths"
     if axes <= {"b", "n"}:
         return "key padding"
     if axes <= {"b", "m"}:
@@ -83,52 +92,141 @@ def _condition(e: Expr) -> str:
     return f"mask by {_by(axes)}"
 
 
+def _is_key(e: Expr) -> bool:
+    """n, but for a constant that is added."""
+    if e.op in ("+", "-", "float", "int"):
+        return _is_key(e.args[0]) and all(a.op == "const" for a in e.args[1:])
+    return e is sc.name("n")
+
+
 def _axes(*loads: Expr) -> set[str]:
     return {name for load in loads for name in sc.names(load)} & set(AXES)
 
 
-def _by(axes: set[str]) -> str:
+def _by(axes: Set[str]) -> str:
     return ", ".join(word for axis, word in AXES.items() if axis in axes) or "one number"
 
 
 def _positions(e: Expr) -> str:
-    """A condition on query and key positions: by which distances n - m it lets pass."""
-    numbers = [abs(int(x.value)) for x in sc.topological(e) if x.op == "const" and math.isfinite(x.value)]
-    tried = sorted({s * (c + d) for c in (0, *numbers) for d in (-1, 0, 1, 2) for s in (-1, 1)} | {-_FAR, _FAR})
+    """A condition on query and key positions: by the distances n - m, the keys or the distances of blocks that it lets
+    pass; the condition itself where it goes by something else."""
+    formula = str(e) if len(str(e)) <= _LONGEST else "a rule of positions"
+    names = sc.names(e)
+    constants = [abs(int(x.value)) for x in sc.topological(e) if x.op == "const" and math.isfinite(x.value)]
+    reach = _reach(e)
+    if reach > _DENSE or not {"m", "n"} & names or {"b", "h"} & names:
+        return formula
+    if "n" not in names:
+        return formula
+    # near the first query and key, near what the constants add up to, and far from any
+    near = {c + d for c in (0, *constants, sum(constants)) for d in (-1, 0, 1, 2, 3, 5)}
+    bases = sorted((m for x in near for m in (x, x + 2 * _FAR) if m >= 0), reverse=True)
+    counts = _SIZES if any(x[0] == "z" for x in names) else _SIZES[:1]
+    sizes = {int(x.args[1].value) for x in sc.topological(e) if x.op == "//" and x.args[1].op == "const"}
+    size = sizes.pop() if len(sizes) == 1 else 0
     try:
-        passed = [d for d in tried if _value(e, 4 * _FAR, 4 * _FAR + d)]
-        same = all(bool(_value(e, 4 * _FAR + 7, 4 * _FAR + 7 + d)) == (d in passed) for d in tried)
-    except (TypeError, KeyError, ZeroDivisionError):
-        return "a rule of positions"
-    steps = next((int(x.args[1].value) for x in sc.topological(e) if x.op == "//" and x.args[1].op == "const"), 0)
-    if steps:
-        return f"blocks of {steps}"
-    if same and [d for d in tried if d not in passed] == [0]:
-        return "not the query's own key"
-    if not same or not passed or passed != [d for d in tried if passed[0] <= d <= passed[-1]]:
-        return "a rule of positions"
-    first, last = passed[0], passed[-1]
-    if first == -_FAR:
-        if last == _FAR:
-            return "all keys"
-        return "causal" if last == 0 else "strictly causal" if last == -1 else f"up to {last} keys ahead"
-    if last == _FAR:
-        return f"window of {1 - first}" if first <= 0 else f"from {first} keys ahead"
-    return f"window of {-first} on both sides" if first == -last else f"keys from {first} to {last}"
+        with _disable_current_modes():
+            steps = torch.tensor([-_FAR, *range(-reach, reach + 1), _FAR], device="cpu")
+            if "m" not in names:
+                keys = steps[reach + 1 :]
+                passed = _same((keys, _value(e, torch.zeros_like(keys), keys, z)) for z in counts)
+                return formula if passed is None else _keys(passed, formula)
+            passed = _same((n, _value(e, torch.full_like(n, m), n, z)) for z in counts for m in bases
+                           for n in [m + steps])  # fmt: skip
+            if passed is not None:
+                return _distances(steps, passed, formula)
+            inside = sorted({0, 1, size // 2, size - 1}) if size > 1 else []
+            steps = torch.cat([steps[:1], steps[abs(steps) <= sum(constants) + 2], steps[-1:]])
+            passed = _same((n, _value(e, torch.full_like(n, size * m + i), n, z)) for z in counts for m in bases
+                           for i in inside for j in inside for n in [size * (m + steps) + j])  # fmt: skip
+            return formula if passed is None else _distances(steps, passed, formula, size)
+    except (RuntimeError, TypeError, KeyError):
+        return formula
 
 
-def _value(e: Expr, m: int, n: int) -> Any:
-    memo: dict[Expr, Any] = {}
+_LONGEST, _DENSE = 60, 1 << 17
+_SIZES = (1 << 20, 1 << 21)  # as if there were as many queries as keys
+
+
+def _reach(e: Expr) -> int:
+    """Beyond this distance a condition is the same for all keys, whatever its constants add up to."""
+    found: dict[Expr, tuple[int, int]] = {}  # what its operations multiply or divide by, what its constants add up to
     for x in sc.topological(e):
-        if x.op == "name":
-            memo[x] = {"m": m, "n": n}.get(x.value, 0)  # sizes: as if there were as many queries as keys
-        elif x.op == "const":
-            memo[x] = x.value
-        elif x.op in ("int", "float"):
-            memo[x] = memo[x.args[0]]
-        else:
-            memo[x] = _OPERATIONS[x.op](*(memo[a] for a in x.args))
-    return memo[e]
+        args = [found[a] for a in x.args]
+        scale, total = max((s for s, _ in args), default=1), sum(t for _, t in args)
+        if x.op == "const":
+            total = abs(int(x.value)) if math.isfinite(x.value) else 0
+        elif x.op in ("*", "//", "%"):
+            factor = max((t for (_, t), a in zip(args, x.args, strict=True) if a.op == "const"), default=1)
+            offset = sum(t for (_, t), a in zip(args, x.args, strict=True) if a.op != "const")
+            scale, total = scale * max(factor, 1), offset * (factor if x.op == "*" else 1)
+        found[x] = min(scale, _DENSE), min(total, _DENSE)
+    scale, total = found[e]
+    return 2 * scale * (total + 2) + 4
+
+
+def _same(masks: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """What all of the masks are, each of which comes with the keys that it is of; None where two differ."""
+    found: Tensor | None = None
+    for keys, mask in masks:
+        found = mask if found is None else found
+        if not torch.equal(found[keys >= 0], mask[keys >= 0]):
+            return None
+    return found
+
+
+def _span(passed: Tensor) -> tuple[int, int] | None:
+    """The first and the last place that passes, if all between them do."""
+    at = passed.nonzero().flatten().tolist()
+    settled = bool(passed[-1] == passed[-2])  # what is far away is as what is near it
+    return (at[0], at[-1]) if settled and at and at[-1] - at[0] == len(at) - 1 else None
+
+
+def _keys(passed: Tensor, formula: str) -> str:
+    """`passed`: keys from 0 on, the last one for those far away."""
+    span, end = _span(passed), len(passed) - 1
+    if span is None or (span[0] and span[1] < end):
+        return formula
+    if span[0]:
+        return f"not the first {span[0]} keys" if span[0] > 1 else "not the first key"
+    return "all keys" if span[1] == end else f"the first {span[1] + 1} keys" if span[1] else "the first key"
+
+
+def _distances(steps: Tensor, passed: Tensor, formula: str, size: int = 0) -> str:
+    """`passed`: which `steps` n - m do, or which steps of blocks of `size`."""
+    of, blocks = (f" by blocks of {size}", f"blocks of {size}") if size else ("", "keys")
+    span, own = _span(passed) if passed[0] == passed[1] else None, steps.tolist().index(0)
+    if span is None:
+        only = not passed[own] and bool((~passed).sum() == 1)
+        return formula if not only else f"not the query's own block of {size}" if size else "not the query's own key"
+    first, last = (int(steps[i]) for i in span)
+    if first == -_FAR and last == _FAR:
+        return "all keys"
+    if first == -_FAR:
+        if last in (0, -1):
+            return ("strictly causal" if last else "causal") + of
+        return f"up to {last} {blocks} ahead" if last > 0 else f"at least {-last} {blocks} behind"
+    if last == _FAR:
+        return f"window of {1 - first}" if first < 0 and not size else _from(first, of)
+    if first == last == 0:
+        return blocks if size else "only the query's own key"
+    if first == -last:
+        return f"window of {last} {blocks} on both sides" if size else f"window of {last} on both sides"
+    return (f"only {_step(first)}" if first == last else f"from {_step(first)} to {_step(last)}") + of
+
+
+def _from(first: int, of: str) -> str:
+    return f"from {_step(first)} on{of}"
+
+
+def _step(d: int) -> str:
+    return "the query's own" if d == 0 else f"{d} ahead" if d > 0 else f"{-d} behind"
+
+
+def _value(e: Expr, m: Tensor, n: Tensor, size: int) -> Tensor:
+    env = {x: torch.full_like(n, size) for x in sc.names(e) if x.startswith("z")}
+    mask: Tensor = sc.evaluate(e, {"n": n, "m": m, **env}, ())
+    return mask.bool().expand(n.shape)
 
 
 # -------------------------------------------------------------------------------------------------------------- scores
@@ -168,8 +266,16 @@ def _changes(e: Expr) -> tuple[str, ...]:
             return (*inside, f"scale by {_by(_axes(*factors))}") if factors else inside
         case "neg" | "float" | "half" | "bfloat16":
             return inside
+    if e.op == "where" and len(others) == 2 and e.args[0] in others and sc.names(others[0]) & set("bhmn") == {"n"}:
+        return (*inside, _sink(others[1]))
     function = e.op if e.op.isalnum() and e.op != "where" else "a function of the score"
     return (*inside, function)
+
+
+def _sink(e: Expr) -> str:
+    """The score of keys that queries are not multiplied with."""
+    axes = sc.names(e) & set(AXES)
+    return f"sink of {e.value:g}" if e.op == "const" else f"sink by {_by(axes)}" if axes else "learned sink"
 
 
 def _added(e: Expr) -> str:

@@ -560,6 +560,37 @@ def content_twice(g):
     return (lambda q, k, v, w: (sc(q, k) + sc(q, w)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))
 
 
+@form()
+def key_bias_from_the_keys(g):
+    return (lambda q, k, v, w: (sc(q, k) + (k @ w).mT).softmax(-1) @ v), (*g.qkv(n=17), g.r(g.D, 1))
+
+
+@form()
+def key_bias_from_the_keys_linear(g):
+    return (lambda q, k, v, w: (sc(q, k) + F.linear(k, w).mT).softmax(-1) @ v), (*g.qkv(n=17), g.r(1, g.D))
+
+
+@form()
+def key_bias_from_the_keys_by_head(g):
+    def fn(q, k, v, u):
+        return (sc(q, k) + torch.einsum("bhnd,hd->bhn", k, u)[:, :, None]).softmax(-1) @ v
+
+    return fn, (*g.qkv(n=17), g.r(g.H, g.D))
+
+
+@form()
+def transformer_xl_u_multiplied_out(g):
+    def fn(q, k, v, u):
+        return ((q @ k.mT + u @ k.mT) * 0.3).masked_fill(torch.ones(g.S, g.S).triu(1).bool(), NEG).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(g.H, 1, g.D))
+
+
+@form()
+def key_gate_from_the_keys(g):
+    return (lambda q, k, v, w: (sc(q, k) * torch.sigmoid(k @ w).mT).softmax(-1) @ v), (*g.qkv(n=17), g.r(g.D, 1))
+
+
 @form(skip="several_contractions")
 def content_multiplied(g):
     return (lambda q, k, v, w: (sc(q, k) * (q @ w.mT)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.H, g.S, g.D))

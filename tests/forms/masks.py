@@ -1078,3 +1078,90 @@ def allennlp_masked_softmax_renormalised(g):
         return r @ v
 
     return fn, (*g.qkv(), g.padding())
+
+
+# ------------------------------------------------------------------ integers of few bits
+def _of_integers(g, keep, t):
+    """A mask from integers, `t` [B, S], over keys and queries; every row keeps the first key."""
+
+    def fn(q, k, v, t):
+        kept = keep(t[:, None, None, :], t[:, None, :, None])
+        return torch.where(kept | (torch.arange(g.S) == 0), sc(q, k), NEG).softmax(-1) @ v
+
+    return fn, (*g.qkv(), t)
+
+
+def _spread(g, low, high, dtype):
+    """Integers from `low` to `high` in disorder."""
+    t = torch.linspace(low, high, g.B * g.S, dtype=torch.float64).round().long()
+    return t[torch.randperm(g.B * g.S, generator=g.rng)].view(g.B, g.S).to(dtype)
+
+
+@form()
+def int32_products_wrap(g):
+    return _of_integers(g, lambda n, m: n * m < 0, _spread(g, 30_000, 70_000, torch.int32))
+
+
+@form()
+def int32_squares_wrap(g):
+    return _of_integers(g, lambda n, m: n**2 + m < 0, _spread(g, 30_000, 70_000, torch.int32))
+
+
+@form()
+def int32_differences_wrap(g):
+    t = _spread(g, -(2**31), 2**31 - 1, torch.int32)
+    return _of_integers(g, lambda n, m: (n - m < 10) & ((n + 1) * 3 > m) & (abs(-n) > 5), t)
+
+
+@form()
+def int32_differences_of_positions(g):
+    return _of_integers(g, lambda n, m: abs(n - m) < 4, _spread(g, 0, 20, torch.int32))
+
+
+@form()
+def int64_products_do_not_wrap(g):
+    return _of_integers(g, lambda n, m: n.long() * m < 5 * 10**9 // 3, _spread(g, 30_000, 70_000, torch.int32))
+
+
+@form()
+def int64_cut_to_int32(g):
+    return _of_integers(g, lambda n, m: n.int() - m.int() > 0, _spread(g, -(2**40), 2**40 + 12345, torch.int64))
+
+
+@form()
+def int32_products_of_indices_wrap(g):
+    def fn(q, k, v):
+        i = torch.arange(g.S, dtype=torch.int32)
+        kept = (i[None] * 30_000) * (i[:, None] * 10_000) >= 0
+        return torch.where(kept | (i == 0), sc(q, k), NEG).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def int32_distances_with_sign_in_bias(g):
+    def fn(q, k, v, t, slopes):
+        d = (t[:, None, None, :] * 2 - t[:, None, :, None] * 2).to(q.dtype)
+        return (sc(q, k) - slopes[:, None, None] * d / 2**31).softmax(-1) @ v
+
+    return fn, (*g.qkv(), _spread(g, -(2**31), 2**31 - 1, torch.int32), g.r(g.H))
+
+
+@form()
+def bytes_wrap(g):
+    t = _spread(g, 0, 255, torch.uint8)
+    return _of_integers(g, lambda n, m: (n * n < 128) & (-n < 250) & (n + m < 200) & (n.long() * 300 > m), t)
+
+
+@form()
+def signed_bytes_wrap(g):
+    return _of_integers(g, lambda n, m: (n**2 >= 0) & (abs(n) >= 0), _spread(g, -128, 127, torch.int8))
+
+
+@form()
+def arange_of_bytes(g):
+    def fn(q, k, v):
+        kept = torch.arange(0, 260, 20, dtype=torch.uint8)
+        return torch.where(kept < 128, sc(q, k), NEG).softmax(-1) @ v
+
+    return fn, g.qkv()

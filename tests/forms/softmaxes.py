@@ -304,6 +304,36 @@ def scores_abs_sign_sqrt(g):
     return (lambda q, k, v: (lambda s: (s.abs().add(0.1).sqrt() * s.sign()).softmax(-1) @ v)(sc(q, k))), g.qkv()
 
 
+@form()
+def softmin_of_distances(g):
+    def fn(q, k, v):
+        d = (q**2).sum(-1, keepdim=True) - 2 * q @ k.mT + (k**2).sum(-1)[:, :, None, :]
+        return F.softmin(d / math.sqrt(g.D), dim=-1) @ v
+
+    return fn, g.qkv()
+
+
+@form()
+def softmin_module(g):
+    softmin = nn.Softmin(dim=-1)
+    return (lambda q, k, v: softmin(-sc(q, k)) @ v), g.qkv()
+
+
+@form(skip="*")
+def softmin_over_queries(g):
+    return (lambda q, k, v: F.softmin(sc(q, k), dim=-2) @ v), g.qkv()
+
+
+@form()
+def scores_of_many_functions(g):
+    def fn(q, k, v):
+        s = sc(q, k)
+        s = F.elu(s) + F.mish(s) * F.hardsigmoid(s) - F.softshrink(s) + F.gelu(s, approximate="tanh")
+        return torch.logaddexp(s, 0.5 * s.abs()).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
 @form(skip="unknown_op")
 def scores_atan(g):
     return (lambda q, k, v: torch.atan(sc(q, k)).softmax(-1) @ v), g.qkv()
