@@ -135,6 +135,8 @@ class Printer:
             return f"{a} {op} {b}"
         if op in ("+", "-"):
             a, b = all_as(kind)
+            if kind == "i" and sc.loads(e):  # what is loaded may need all of 32 bits
+                a = f"tl.cast({a}, tl.int64)"
             return f"{a} {op} {b}"
         if op == "*":
             a, b = all_as(kind)
@@ -401,11 +403,11 @@ def span_function(program: Program, keep: Expr, plain: Expr | None, ranks: tuple
         if printer.kind(leaf) == "i":
             ends = ("least", "largest")
         axes = {"m", "n"} & sc.names(leaf)
-        if axes:
-            lane = "inside_n, 1" if "n" in axes else "inside_m, 0"
-            known[leaf] = printer.emit(f"{ends[0]}({text}, {lane})"), printer.emit(f"{ends[1]}({text}, {lane})")
-        else:
-            known[leaf] = text, text
+        lane = "" if not axes else ", inside_n, 1" if "n" in axes else ", inside_m, 0"
+        found = [f"{end}({text}{lane})" if lane else text for end in ends]
+        if printer.kind(leaf) == "i":  # their differences may need more than 32 bits
+            found = [f"tl.cast({x}, tl.int64)" for x in found]
+        known[leaf] = printer.emit(found[0]), printer.emit(found[1])
     env = _ends(*conditions)
     may = sc.bounds(keep, env, _Source, known)[0]
     must = "False" if plain is None else sc.bounds(plain, env, _Source, known)[1]

@@ -83,8 +83,6 @@ def _left_to_torch(node: Node, which: str) -> str:
         return "there is no mask tensor"
     if q.device.type != "cuda":
         return f"on {q.device.type} torch's kernels are faster"
-    if isinstance(q.shape[-2], int) and q.shape[-2] == 1:
-        return "there is one query"
     return ""
 
 

@@ -88,6 +88,8 @@ CASES = [
     Case("int32", "where((int32(t0[b, n] * t0[b, m]) < 0) | (n == 0), "
          "0.25 * s + 1e-09 * float(int32(t0[b, n] - t0[b, m])), -inf)",
          captures=lambda d: [torch.randint(-(2**31), 2**31, (B, N)).to(torch.int32)]),
+    Case("far_apart", "where(t0[b, n] - t0[b, m] <= 0, 0.25 * s, -inf)", "t0[b, n] - t0[b, m] <= 0",
+         captures=lambda d: [torch.randint(-(2**31), 2**31, (B, N)).to(torch.int32)]),
     Case("softcap", "where(n <= m, 5.0 * tanh(0.05 * s), -inf)", "n <= m"),
     Case("learned_scale", "minimum(exp(t0[()]), 100.0) * s", captures=normal(scale=0.3)),
     Case("bias", "0.25 * s + t0[h, m, n]", captures=normal(H, M, N)),

@@ -32,8 +32,8 @@ class Options:
     strict: raise if a softmax was left alone, listing each with its reason, instead of reporting it.
     allow: skip codes that `strict` accepts, separated by commas (a mixture-of-experts router is "no_scores").
     inner: what compiles the rest: "inductor", or "aot_eager" / "eager" for quick tests and debugging.
-    sdpa: which calls of scaled_dot_product_attention become ours: "masked", those with a mask tensor and more than one
-    query on CUDA, where torch's kernels read all of the mask; "all"; or "none".
+    sdpa: which calls of scaled_dot_product_attention become ours: "masked", those with a mask tensor on CUDA, where
+    torch's kernels read all of the mask; "all"; or "none".
     min_seqlen: below this length attention runs unfused, from it on fused; None: as measured on this kind of device.
     autotune: time the tile sizes of each kernel when it first runs, and keep the fastest.
     BLOCK_M, BLOCK_N, num_warps, num_stages: of the kernels; a number for all, or {"forward": 64, …} with the kernels
