@@ -182,10 +182,8 @@ def _weights(r: Reader, post: Expr, where: Expr, found: Found, n: ix.Index, cons
     scores, node, sink = found.scores, found.node, found.sink
     keys, start = (found.keys or n, found.start) if where.op != "softmax" else _extent(where.value, n)
     post = _gates_loaded(r, post, n)
-    if where.op == "softmax" and keys is n and (apart := _sink(r, post, scores, n)) is not None:
-        post, sink = apart
-        s, keys = where.value, ix.axis("n", ix.axis_size(n) + 1)
-        scores = r.read(s.node, (*s.index[: s.dim], keys, *s.index[s.dim + 1 :]), s.call)
+    if keys is n and sink is None and (apart := _sink(r, post, scores, n)) is not None:
+        post, sink, scores, keys = apart
     if sink is not None:
         scores = build("where", _within(keys, start, ix.axis_size(n)), scores, sink)
     if others := [x for x in score.topological(post) if x.op in ("dot", "reduce", "softmax")]:
@@ -222,9 +220,11 @@ def _gates_loaded(r: Reader, post: Expr, n: ix.Index) -> Expr:
     return score.substitute(post, loads, build) if loads else post
 
 
-def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr] | None:
-    """(`post` without it, c) where `post` has the factor sigmoid(logsumexp(scores) - c): what a further key of score c
-    and value 0 leaves to the others. A row that keeps no key at all is NaN in eager mode, and must not exist."""
+def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr, Expr, ix.Index] | None:
+    """(`post` without it, c, the scores at an axis of one more key, that axis) where `post` has the factor
+    sigmoid(logsumexp(scores) - c): what a further key of score c and value 0 leaves to the others. A row that keeps no
+    key at all is NaN in eager mode, and must not exist."""
+    scores, keys = strip_row_constants(r, scores, n), ix.axis("n", ix.axis_size(n) + 1)
     for gate in score.topological(post):
         if gate.op != "sigmoid" or (rest := _without_factor(post, gate)) is None:
             continue
@@ -232,11 +232,14 @@ def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr]
         totals = [t for t, count in summands.items() if count == 1 and t.op == "reduce" and t.value.op == "logsumexp"]
         if len(totals) != 1 or _body(r, totals[0].value, n) is not scores:
             continue
+        whole = _body(r, totals[0].value, n, keys)
+        assert whole is not None
         del summands[totals[0]]
         if any(r.depends(t) or n in ix.expr_axes(t) for t in summands) or not _magnitude(r, scores) <= _FINITE:
             continue
         rests = [t if count == -1 else build("*", const(float(-count)), t) for t, count in summands.items()]
-        return rest, functools.reduce(lambda a, b: build("+", a, b), rests) if rests else const(0.0)
+        sink = functools.reduce(lambda a, b: build("+", a, b), rests) if rests else const(0.0)
+        return rest, sink, whole, keys
     return None
 
 

@@ -19,15 +19,14 @@ from torchflash.passes import rewrite_graph
 # score is inf, which gradients are NaN depends on the spelling; where there are no keys there is no maximum to subtract
 WITHOUT = {"vmapped_mask", "infinite_bias_column", "no_keys"}
 WITHOUT |= {n for n in FORMS if "autocast" in n or "no_grad" in n}
-# Not recognised yet: scores that something else reads, written in place; a sink by the logsumexp, or a given softmax
-# beside others, of a softmax by hand; products flattened between pieces or of ones; pieces that are subtracted.
+# Not recognised yet: scores that something else reads, written in place; a softmax by hand that is given beside others;
+# products flattened between pieces or of ones; pieces that are subtracted.
 BY_HAND = ("softmax_by_hand", "softmax_by_logarithm", "softmax_by_logsumexp")
 MISSED = {
     ("realformer_residual_scores", "in_place"), ("product_that_decides_about_the_sum", "in_place"),
     ("all_ones", "by_bmm"), ("pieces_of_which_one_is_returned", "by_bmm"), ("pieces_with_a_factor", "by_bmm"),
     ("keys_and_values_in_pieces", "negated"), ("pieces_of_grouped_and_other_heads", "negated"),
 }  # fmt: skip
-MISSED |= {(n, r) for n in FORMS if n.startswith("sink_from_logsumexp") for r in BY_HAND}
 MIXTURES = "convit_gated_positions", "mixture_with_given_weights_and_key_weight"
 MISSED |= {(n, r) for n in MIXTURES for r in (*BY_HAND, "by_bmm")}
 # a logarithm is lost beside a huge score or fill: then the weights do not sum to 1 in eager mode

@@ -1015,6 +1015,16 @@ def sink_from_logsumexp(g):
 
 
 @form()
+def sink_from_the_logsumexp_of_the_weights(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k) + torch.full((g.S, g.S), lowest(q), dtype=q.dtype).triu(1)
+        lse = s.logsumexp(-1, keepdim=True)
+        return ((s - lse).exp() @ v) * torch.sigmoid(lse - sinks[:, None, None])
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form()
 def sink_from_logsumexp_in_masked_rows(g):
     def fn(q, k, v, m):
         s = sc(q, k).masked_fill(~m[:, None, None], lowest(q))
