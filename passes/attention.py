@@ -294,7 +294,7 @@ def _block(
             if isinstance(bias, Failure):
                 return bias
             loaded.update(bias)
-    scores = score.substitute(whole, loaded, build)
+    scores = r.with_loads(whole, loaded)
     if r.depends(scores):
         return Failure(
             "several_contractions", "a contraction that the scores add cannot be told apart", weights.softmax

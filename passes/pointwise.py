@@ -254,10 +254,10 @@ _FAR = 20.0  # exp(-20) is less than the last place of 20
 def _softplus(x: Expr, beta: float = 1.0, threshold: float = _FAR) -> Expr:
     """log(1 + exp(x)). Where that is x itself nothing overflows either: an infinite exp would have a gradient of NaN,
     chosen or not."""
-    y = build("*", const(beta), x)
+    y = x if beta == 1.0 else build("*", const(beta), x)
     far = build(">", y, const(threshold))
     near = build("log1p", build("exp", build("where", far, const(threshold), y)))
-    return build("where", far, x, build("*", const(1 / beta), near))
+    return build("where", far, x, near if beta == 1.0 else build("*", const(1 / beta), near))
 
 
 def _elu(x: Expr, alpha: float, scale: float = 1.0, input_scale: float = 1.0) -> Expr:

@@ -17,7 +17,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +210,17 @@ class Reader:
                 if x not in self._dependent:
                     self._dependent[x] = x.op in ("dot", "reduce", "softmax") or any(self._dependent[a] for a in x.args)
         return self._dependent[e]
+
+    def with_loads(self, e: Expr, loads: Mapping[Expr, Expr]) -> Expr:
+        """`e` with loads in the place of contractions beside the scores; what was computed from these can be loaded
+        itself from then on."""
+        inside = set(score.topological(e))
+        for key, x in self._memo.items():
+            if x in inside and x not in loads and self.depends(x):
+                loaded = score.substitute(x, loads, build)
+                if not self.depends(loaded) and not batched(key[0]):
+                    self.origin.setdefault(loaded, []).append(key)
+        return score.substitute(e, loads, build)
 
     def gradient_inputs(self, e: Expr) -> int:
         """The inputs of the graph that `e` is differentiable with respect to, as bits of a number. Where a graph does

@@ -217,7 +217,7 @@ def _gates_loaded(r: Reader, post: Expr, n: ix.Index) -> Expr:
     queries."""
     gates = [x.value for x in score.topological(post) if x.op == "dot" and n not in ix.expr_axes(x)]
     loads = {r.read(d.node, d.index): r.load(d.node, d.index) for d in gates}
-    return score.substitute(post, loads, build) if loads else post
+    return r.with_loads(post, loads) if loads else post
 
 
 def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr, Expr, ix.Index] | None:

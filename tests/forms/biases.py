@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forms.registry import NEG, form, sc
+from forms.registry import NEG, form, lowest, sc
 
 INF = float("inf")
 
@@ -137,6 +137,18 @@ def shaw_by_baddbmm(g):
 @form()
 def bias_permuted_bsh(g):
     return (lambda q, k, v, b: (sc(q, k) + b.permute(0, 3, 1, 2)).softmax(-1) @ v), (*g.qkv(), g.r(g.B, g.S, g.S, g.H))
+
+
+@form()
+def mask_made_of_the_values(g):
+    """A rate for each key and group of heads, from a contraction and functions that decide by it (Doge)."""
+
+    def fn(q, k, v, rate, w, m):
+        dt = torch.exp(rate * F.softplus(v.transpose(1, 2).flatten(2) @ w)).transpose(1, 2)
+        dt = dt[:, :, None].expand(-1, -1, g.S, -1).masked_fill(~m[:, None, None], lowest(q))
+        return (sc(q, k) + dt[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2)).softmax(-1) @ v
+
+    return fn, (*g.qkv(), g.r(g.H // 2), g.r(g.H * g.D, g.H // 2), g.padding())
 
 
 @form()
