@@ -374,10 +374,9 @@ _ENDS = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1"
 
 
 @functools.cache
-def bound_function(condition: Expr, all_of_it: bool) -> Any:
-    """(b, h0, h1, m0, m1, n0, n1, Z) -> whether the condition may hold for some (h, m, n) in the inclusive ranges, or
-    holds for all of them; tiles of the ranges' ends are as good as scalars."""
-    text = sc.bounds(condition, _ends(condition), _Source)[int(all_of_it)]
+def bound_function(condition: Expr) -> Any:
+    """(b, h0, h1, m0, m1, n0, n1, Z) -> whether the condition may hold for some (h, m, n) in the inclusive ranges."""
+    text = sc.bounds(condition, _ends(condition), _Source)[0]
     text = {"True": "n0 == n0", "False": "n0 != n0"}.get(text, text)
     return generated.function("bound", "b, h0, h1, m0, m1, n0, n1, Z", (), text)
 

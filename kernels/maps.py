@@ -164,7 +164,7 @@ class Maps:
         return {
             "KEEP": lower.condition_function(program, keep, self.ranks),
             "PLAIN": None if plain is None else lower.condition_function(program, plain, self.ranks),
-            "MAY_KEEP": lower.bound_function(keep, False), "SPANS": None,
+            "MAY_KEEP": lower.bound_function(keep), "SPANS": None,
         }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Which tiles a kernel visits: tile maps, computed on the device.
 
 `tile_states` says of each tile [BLOCK_M, BLOCK_N] of scores whether the mask keeps nothing of it (0), something (1), or
-all, so that the tile is plain (2): by bounds on the indices, and where the mask loads tensors by looking at them.
+all, so that the tile is plain (2): by the ranges of indices and of vectors along one axis, else by looking at the mask.
 `tile_order` sorts the tiles of each row of tiles (or column, for dK and dV): plain ones first, then those that keep
 something, then the rest. A kernel walks the first two; the rest only for rows that keep no key at all, where what is
 masked weighs something: `needy_rows` lists these.
