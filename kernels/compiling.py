@@ -242,7 +242,7 @@ def elsewhere(start: Callable[..., Any], capability: int | None = None) -> Itera
     """Kernels are started by `start`, which takes what launcher.start takes; for a GPU of another capability than is
     here, if one is given. What launches have remembered is put aside meanwhile."""
     with contextlib.ExitStack() as stack:
-        for module in (launch, maps, operands):
+        for module in (launch, maps):
             stack.enter_context(mock.patch.object(module, "start", start))
         for module, memory in ((launch, "_fitting"), (operands, "_setups"), (maps, "_known")):
             stack.enter_context(mock.patch.object(module, memory, OrderedDict()))

@@ -24,6 +24,7 @@ MASKED = -100.0  # a branch of at most this is a mask, not a score
 HUGE = 1e20
 LARGEST = 3.4028234663852886e38
 FAR = 2.0**100  # stands for what is huge: times any exponent it is exact, so that masked rows are exactly even
+NEAR = 1 << 22  # the size of integers whose differences are those of float32 with as many bits of mantissa
 MODERATE = 1e3  # half an ulp of a base below this does not show in half precision
 
 
@@ -44,6 +45,7 @@ class Form:
     fill: float  # what of the scores is not kept is at most this
     far_fill: float  # the same while what is huge is FAR
     huge: float  # what FAR stands for in the scores; inf where nothing does
+    near: frozenset[Expr] = frozenset()  # differences of integers of which those in plain tiles are less than NEAR
     post: Expr | None = None  # what kernels do to probabilities
     zero: bool = False  # a row without keys is 0: that was all that `program.post` did
     exact: bool = False  # the exponent is a difference times log2(e), which nothing finite overflows
@@ -71,6 +73,9 @@ def form(program: Program, exact: bool) -> Form:
     assumptions = _Assumptions(program)
     body = assumptions.apply(inner) if program.keep is not None else inner
     conditions = assumptions.conditions()
+    near = _differences(body, program.kind_map) if conditions else ()
+    for x in dict.fromkeys(a for e in near for a in e.args):
+        conditions += [sc.build("<", x, sc.const(NEAR)), sc.build("<=", sc.const(-NEAR), x)]
     zero = program.post is not None and _zeroes_empty_rows(program.post, program.score)
     return Form(
         program=program,
@@ -81,11 +86,27 @@ def form(program: Program, exact: bool) -> Form:
         fill=_raised(program.fill),
         far_fill=_raised(far_fill),
         huge=float32(huge) if stands else math.inf,
+        near=frozenset(near),
         post=None if zero else program.post,
         zero=zero,
         exact=exact,
         joint=not exact and not stands,
     )
+
+
+def _differences(e: Expr, kinds: dict[str, str]) -> list[Expr]:
+    """x - y in what of `e` is float(x - y) of loaded integers, each along one of two axes."""
+    return [
+        x.args[0]
+        for x in sc.topological(e)
+        if x.op == "float" and sc.loads(x) and sc.kind(x.args[0], kinds) == "i" and is_difference(x.args[0])
+        and {"m", "n"} <= sc.names(x)
+    ]
+
+
+def is_difference(e: Expr) -> bool:
+    """Whether `e` is x - y, with x and y vectors at most."""
+    return e.op == "-" and not any({"m", "n"} <= sc.names(a) for a in e.args)
 
 
 def _raised(fill: float) -> float:

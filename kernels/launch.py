@@ -7,7 +7,6 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -24,7 +23,7 @@ from torchflash.kernels import autotune, configs, even, lower, split
 from torchflash.kernels import backward as bwd
 from torchflash.kernels.captures import attention_backward_capture
 from torchflash.kernels.forward import attention_forward
-from torchflash.kernels.launcher import Spilling, Started, cdiv, interpreting, start
+from torchflash.kernels.launcher import Spilling, Started, cdiv, device_guard, interpreting, start
 from torchflash.kernels.memory import empty
 from torchflash.kernels.operands import Operands, layout, strides
 from torchflash.kernels.program import plain_axes
@@ -41,12 +40,6 @@ def supports(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return interpreting()
-
-
-def device_guard(device: torch.device) -> Any:
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def run(
@@ -198,7 +191,8 @@ def _forward_split(o: Operands, out: Tensor, lse: Tensor) -> bool:
         return {
             **others(), **setup.common, **strides(o=out), "fill": setup.form.far_fill, "huge": setup.form.huge,
             "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "ZERO": setup.form.zero,
-            "PARTS": split.PARTS, "BLOCK_M": 16, "BLOCK_N": last.block_n, "num_warps": 4, "num_stages": 1,
+            "PARTS": min(split.PARTS, triton.next_power_of_2(split.splits(o, last))),
+            "BLOCK_M": 16, "BLOCK_N": last.block_n, "num_warps": 4, "num_stages": 1,
             **extra_options(),
         }  # fmt: skip
 

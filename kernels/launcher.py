@@ -8,6 +8,7 @@ addresses seen before as they are. An unknown triton gets all of them, by `compi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -201,6 +202,12 @@ def start(
     if not hasattr(compiled, "packed_metadata"):  # interpreted, or a stand-in
         return None
     return Started(kernel, compiled, grid, arguments, changing)
+
+
+def device_guard(device: torch.device) -> Any:
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def device() -> int:

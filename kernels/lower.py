@@ -22,8 +22,8 @@ from typing import Any
 
 from torchflash import score as sc
 from torchflash.kernels import generated
-from torchflash.kernels.forms import Form, float32
-from torchflash.kernels.program import G, P, Program, S
+from torchflash.kernels.forms import Form, float32, is_difference
+from torchflash.kernels.program import G, P, Program, S, kind_map
 from torchflash.score import Expr
 
 INDICES = "b, h, m, n, T, S, Z"
@@ -48,10 +48,12 @@ def float_text(v: float) -> str:
 
 class Printer:
     """An algebra for `score.interpret`: emits one line per operation, returns its text. `fast`: for operands in half
-    precision."""
+    precision. `near`: differences x - y of integers that are known to be less than forms.NEAR."""
 
-    def __init__(self, kinds: dict[str, str], ranks: Sequence[int], fast: bool = False):
-        self.kinds, self.fast = kinds, fast
+    def __init__(
+        self, kinds: dict[str, str], ranks: Sequence[int], fast: bool = False, near: frozenset[Expr] = frozenset()
+    ):
+        self.kinds, self.fast, self.near = kinds, fast, near
         self.lines: list[str] = []
         self.kind_memo: dict[Expr, Any] = {}
         self.operands: dict[Expr, list[str]] = {}  # the texts of what each operation is applied to
@@ -192,9 +194,10 @@ class Printer:
 
     def difference(self, e: Expr) -> str | None:
         """float(x - y) of loaded integers: a tile of int64 is slow to convert, and x and y are vectors."""
-        if e.op != "-" or self.kind(e) != "i" or not sc.loads(e) or any({"m", "n"} <= sc.names(a) for a in e.args):
+        if not is_difference(e) or self.kind(e) != "i" or not sc.loads(e):
             return None
-        return f"float_of_difference({', '.join(self.operands[e])})"
+        function = "float_of_near_difference" if e in self.near else "float_of_difference"
+        return f"{function}({', '.join(self.operands[e])})"
 
     def divide(self, op: str, e: Expr, args: list[str], kind: str) -> str:
         a, b = args
@@ -252,17 +255,25 @@ def value_function(form: Form, which: str, ranks: tuple[int, ...], fast: bool) -
     e = {"score": form.inner, "body": form.body, "post": program.post}[which]
     assert e is not None
     argument = "p" if which == "post" else "s"
-    printer = Printer(program.kind_map, ranks, fast)
+    printer = Printer(program.kind_map, ranks, fast, form.near if which == "body" else frozenset())
     result = full_tile(e, sc.interpret(e, printer), argument)
     return generated.function(which, f"{argument}, {INDICES}", tuple(printer.lines), result)
 
 
 @functools.cache
-def condition_function(program: Program, condition: Expr, ranks: tuple[int, ...]) -> Any:
-    """A condition on indices and captures, as keep, as a jitted function."""
-    printer = Printer(program.kind_map, ranks)
+def condition_function(kinds: tuple[str, ...], condition: Expr, ranks: tuple[int, ...]) -> Any:
+    """A condition on indices and captures of these kinds, as keep, as a jitted function."""
+    printer = Printer(kind_map(kinds), ranks)
     result = printer.cast(condition, sc.interpret(condition, printer), "b")
     return generated.function("condition", INDICES, tuple(printer.lines), result)
+
+
+@functools.cache
+def masked_function(kinds: tuple[str, ...], value: Expr, ranks: tuple[int, ...]) -> Any:
+    """What is added to scores where nothing is kept, as a jitted function."""
+    printer = Printer(kind_map(kinds), ranks)
+    result = sc.interpret(value, printer)
+    return generated.function("masked", INDICES, tuple(printer.lines), result)
 
 
 @functools.cache
@@ -276,7 +287,7 @@ def gradient_function(form: Form, which: str, ranks: tuple[int, ...], scatter: t
     else:
         e = form.inner if which == "score" else form.body
         argument, leaf, vjp, own = "s", S, program.score_vjp, sc.vjp(e, program.kind_map)
-    printer = Printer(program.kind_map, ranks, fast)
+    printer = Printer(program.kind_map, ranks, fast, form.near if which == "body" else frozenset())
     memo: dict[Expr, Any] = {}
     zero = "tl.full(g.shape, 0.0, tl.float32)"
     result = full_tile(own[leaf], sc.interpret(own[leaf], printer, memo), "g") if leaf in own else zero
@@ -370,69 +381,124 @@ class _Source:
         return {"True": "False", "False": "True"}.get(a, f"({a} == 0)")
 
 
-_ENDS = {"b": ("b", "b"), "h": ("h0", "h1"), "m": ("m0", "m1"), "n": ("n0", "n1")}
+_TILE = {"b": ("b", "b"), "h": ("h", "h"), "m": ("m0", "m1"), "n": ("n0", "n1")}
 
 
 @functools.cache
 def bound_function(condition: Expr) -> Any:
-    """(b, h0, h1, m0, m1, n0, n1, Z) -> whether the condition may hold for some (h, m, n) in the inclusive ranges."""
-    text = sc.bounds(condition, _ends(condition), _Source)[0]
+    """(b, h, m0, m1, n0, n1, Z) -> whether the condition may hold for some (m, n) in the inclusive ranges."""
+    text = sc.bounds(condition, _TILE | _sizes(condition), _Source)[0]
     text = {"True": "n0 == n0", "False": "n0 != n0"}.get(text, text)
-    return generated.function("bound", "b, h0, h1, m0, m1, n0, n1, Z", (), text)
+    return generated.function("bound", "b, h, m0, m1, n0, n1, Z", (), text)
 
 
-def _ends(*conditions: Expr) -> dict[str, tuple[str, str]]:
-    return _ENDS | {z: (f"Z[{z[1:]}]",) * 2 for z in sc.names(*conditions) if z[0] == "z"}
+def _sizes(*conditions: Expr) -> dict[str, tuple[str, str]]:
+    return {z: (f"Z[{z[1:]}]",) * 2 for z in sc.names(*conditions) if z[0] == "z"}
 
 
 @functools.cache
-def span_function(program: Program, keep: Expr, plain: Expr | None, ranks: tuple[int, ...]) -> Any:
-    """(whether `keep` may hold for some element, whether `plain` holds for all) of tiles side by side [TILES], by the
-    ranges of their indices and of what is loaded along one axis: (b, h0, h1, m, inside_m, n, inside_n, m0, m1, n0, n1,
-    T, S, Z) with m, inside_m [BLOCK_M] and n, inside_n [TILES, BLOCK_N]. None where something is loaded along both."""
+def range_function(
+    kinds: tuple[str, ...], keep: Expr, plain: Expr | None, value: Expr | None, ranks: tuple[int, ...],
+    blocks: tuple[int, int],
+) -> Any:  # fmt: skip
+    """(whether `keep` may hold for some element, whether `plain` holds for all, whether `value` is the finite number
+    throughout that it is at the first key) of tiles side by side [TILES], or of each of their rows [ROWS, TILES] where
+    the mask `spans` tiles: by the ranges of their indices and of what they load. None where that does not tell.
+
+    (b, h, m, n, inside_m, inside_n, m_start, n_start, m0, m1, n0, n1, T, S, Z) with
+        m, inside_m [BLOCK_M], n, inside_n [TILES, BLOCK_N], m_start [], n_start [TILES], m0, m1 [], n0, n1 [TILES]
+    or, of rows,
+        m, m_start [ROWS, 1, 1], inside_m None, n, inside_n [1, TILES, BLOCK_N], n_start [1, TILES, 1],
+        m0, m1 [ROWS, 1], n0, n1 [1, TILES]
+    where inside_n may be None; starts are those of the tile, ends those of the range."""
     conditions = [keep] if plain is None else [keep, plain]
+    rows = spans(sc.loads(*conditions, *([] if value is None else [value])), blocks)
     leaves: dict[Expr, None] = {}
-    if not all(_one_sided(e, program, leaves) for e in conditions):
+    if not all(_ranged(e, kind_map(kinds), leaves, blocks, rows) for e in conditions):
         return None
-    printer = Printer(program.kind_map, ranks)
+    printer = Printer(kind_map(kinds), ranks)
     memo: dict[Expr, Any] = {}
-    known = {}
-    for leaf in leaves:
-        text, ends = sc.interpret(leaf, printer, memo), ("some", "every")
-        if printer.kind(leaf) == "i":
-            ends = ("least", "largest")
-        axes = {"m", "n"} & sc.names(leaf)
-        lane = "" if not axes else ", inside_n, 1" if "n" in axes else ", inside_m, 0"
-        found = [f"{end}({text}{lane})" if lane else text for end in ends]
-        if printer.kind(leaf) == "i":  # their differences may need more than 32 bits
+
+    def ends(leaf: Expr) -> tuple[str, str]:
+        kind, reduced = printer.kind(leaf), ""
+        if _same_in_tile(leaf, blocks, rows):
+            leaf = sc.substitute(leaf, STARTS)
+            reduced = ", None, 2" if rows else ""
+        elif "n" in sc.names(leaf):
+            reduced = f", inside_n, {2 if rows else 1}"
+        elif "m" in sc.names(leaf):
+            reduced = f", inside_m, {2 if rows else 0}"
+        text = sc.interpret(leaf, printer, memo)
+        names = ("some", "every") if kind == "b" else ("least", "largest")
+        found = [f"{end}({text}{reduced})" if reduced else text for end in names]
+        if kind == "i":  # their differences may need more than 32 bits
             found = [f"tl.cast({x}, tl.int64)" for x in found]
-        known[leaf] = printer.emit(found[0]), printer.emit(found[1])
-    env = _ends(*conditions)
-    may = sc.bounds(keep, env, _Source, known)[0]
-    must = "False" if plain is None else sc.bounds(plain, env, _Source, known)[1]
+        return printer.emit(found[0]), printer.emit(found[1])
+
+    known = {leaf: ends(leaf) for leaf in leaves}
+    floats = [x for x in sc.topological(*conditions) if x.op == "const" and isinstance(x.value, float)]
+    numbers = {x: (float_text(x.value),) * 2 for x in floats}
+    env = _TILE | _sizes(*conditions)
+    may = sc.bounds(keep, env, _Source, known | numbers)[0]
+    must = "False" if plain is None else sc.bounds(plain, env, _Source, known | numbers)[1]
     may, must = ({"True": "n0 == n0", "False": "n0 != n0"}.get(text, text) for text in (may, must))
-    arguments = "b, h0, h1, m, inside_m, n, inside_n, m0, m1, n0, n1, T, S, Z"
-    lines = ("h = h0", *printer.lines)
-    return generated.function("span", arguments, lines, f"{may}, {must}")
+    same = "n0 == n0"
+    if value is not None:
+        low, high = known.get(value) or ends(value)
+        first, other = ends(sc.substitute(value, {sc.name("n"): sc.const(0)}))
+        same = f'({low} == {first}) & ({high} == {other}) & ({first} == {other}) & ({first} > float("-inf"))'
+    arguments = "b, h, m, n, inside_m, inside_n, m_start, n_start, m0, m1, n0, n1, T, S, Z"
+    return generated.function("ranges", arguments, tuple(printer.lines), f"{may}, {must}, {same}")
 
 
+STARTS = {sc.name("m"): sc.name("m_start"), sc.name("n"): sc.name("n_start")}
 _LOGIC, _ARITHMETIC = {"&", "|", "~"}, {"+", "-", "*", "neg", "//", "%", "abs", "minimum", "maximum", "int"}
 
 
-def _one_sided(e: Expr, program: Program, leaves: dict[Expr, None], kind: str = "b") -> bool:
-    """Finds the largest parts of a condition that load something, along one axis at most; False where a part that
-    loads is no condition, or no integer where one is wanted, or is combined by what intervals do not say."""
-    if not sc.loads(e):
-        return True
-    if not {"m", "n"} <= sc.names(e) and sc.kind(e, program.kind_map) == kind:
+def spans(loads: Sequence[Expr], blocks: tuple[int, int]) -> bool:
+    """Whether one of the loads has elements of its own for each row and key of a tile."""
+    return any({"m", "n"} <= sc.names(x) and not _same_in_tile(x, blocks, False) for x in loads)
+
+
+def _same_in_tile(e: Expr, blocks: tuple[int, int], rows: bool) -> bool:
+    """Whether `e` is the same in all of a tile, or in each of its `rows`: indices are in it divided by multiples of
+    `blocks` alone."""
+    for name, block in zip(("n",) if rows else ("m", "n"), blocks[::-1] if rows else blocks, strict=False):
+        if e is sc.name(name):
+            return False
+        if e.op == "//" and e.args[0] is sc.name(name) and e.args[1].op == "const":
+            return bool(e.args[1].value > 0 and e.args[1].value % block == 0)
+    return all(_same_in_tile(a, blocks, rows) for a in e.args)
+
+
+def _ranged(
+    e: Expr, kinds: dict[str, str], leaves: dict[Expr, None], blocks: tuple[int, int], rows: bool, kind: str = "b"
+) -> bool:
+    """Finds the parts of a condition whose ranges are found by evaluating them: the largest that are the same in a
+    tile, or load something along one axis at most, and single loads. False where a part that loads is not of the kind
+    that is wanted, or is combined by what intervals do not say."""
+    same = {"m", "n"} <= sc.names(e) and _same_in_tile(e, blocks, rows)
+    if not sc.loads(e) and not same:
+        return all(_ranged(a, kinds, leaves, blocks, rows) for a in e.args if sc.is_bool(a))
+    if sc.kind(e, kinds) == kind and (same or (rows and e.op == "load") or not {"m", "n"} <= sc.names(e)):
         leaves[e] = None
         return True
     if e.op in sc.COMPARE and kind == "b":
-        kind = "i"
-    elif e.op not in (_LOGIC if kind == "b" else _ARITHMETIC):
+        kind = "f" if "f" in (sc.kind(a, kinds) for a in e.args) else "i"
+    elif e.op not in {"b": _LOGIC, "i": _ARITHMETIC, "f": ()}[kind]:
         return False
-    return all(_one_sided(a, program, leaves, kind) for a in e.args)
+    return all(_ranged(a, kinds, leaves, blocks, rows, kind) for a in e.args)
 
 
-__all__ = ["G", "adjoint_function", "bound_function", "condition_function", "gradient_function", "span_function",
-           "value_function"]  # fmt: skip
+def is_exact(condition: Expr) -> bool:
+    """Whether the ranges of what it loads tell exactly: it is one load, or that compared with a number."""
+    e = condition
+    while e.op == "~":
+        (e,) = e.args
+    loaded = [a for a in e.args if a.op == "load"] if e.op in sc.COMPARE else [e]
+    rest = [a for a in e.args if a not in loaded] if e.op in sc.COMPARE else []
+    return len(loaded) == 1 and loaded[0].op == "load" and all(a.op == "const" for a in rest)
+
+
+__all__ = ["G", "adjoint_function", "bound_function", "condition_function", "gradient_function", "is_exact",
+           "masked_function", "range_function", "spans", "value_function"]  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from torchflash.kernels.tiles import load_chunk
 
-MODERATE: tl.constexpr = tl.constexpr(2.0**30)  # of q and k: products are lost in even.LOW
+MODERATE: tl.constexpr = tl.constexpr(2.0**30)  # of q and k: products are lost in evenness.LOW
 
 
 @triton.jit

@@ -4,7 +4,8 @@
 
 q [B, H, M, D], k [B, Hk, N, D], v [B, Hv, N, Dv] with any strides; head h of q uses head h // (H // Hk) of k and h //
 (H // Hv) of v. `score`, `keep` and `post` are programs (torchflash/score.py) over the `captures` t0 t1 … and `sizes`
-z0 z1 …. `tuning` says how to run, not what to compute (torchflash/kernels/tuning.py); "" leaves it to us.
+z0 z1 …. `tuning` says how to run, not what to compute (torchflash/kernels/tuning.py); "" leaves it to us. `tile_map`
+is what torch.ops.torchflash.tile_map (mask.py) gives for the mask of these very programs, captures and sizes, or empty.
 
 Strides of the results, the same for real and fake tensors:
     out        [B, H, M, Dv] contiguous ("bhmd"), or contiguous as [B, M, H, Dv] and viewed as [B, H, M, Dv] ("bmhd")
@@ -28,6 +29,7 @@ from torch.autograd import forward_ad
 from torchflash.kernels import program as programs
 from torchflash.kernels import reference, replay, unfused
 from torchflash.kernels import tuning as tunings
+from torchflash.kernels.mask import KEYS, ORDER_KEYS, ROWS
 from torchflash.kernels.memory import empty_strided
 
 LAYOUTS = ("bhmd", "bmhd")
@@ -36,13 +38,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 library = torch.library.Library("torchflash", "DEF")
 library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str score, str keep, float fill, "
-    "str post, float dropout_p, Tensor? seed, str layout, str tuning) -> (Tensor out, Tensor lse)",
+    "str post, float dropout_p, Tensor? seed, str layout, str tuning, Tensor[] tile_map) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),  # those of the results follow from them
 )
 library.define(
     "attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] captures, "
     "SymInt[] sizes, bool[] need, str score, str keep, float fill, str post, float dropout_p, Tensor? seed, "
-    "str tuning) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)",
+    "str tuning, Tensor[] tile_map) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),  # those of the results follow from them
 )
 
@@ -81,6 +83,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], dropout_
         raise ValueError(f"torchflash::attention: dropout_p must be in [0, 1]; got {dropout_p}")
     if dropout_p and (seed is None or seed.dtype != torch.int64 or seed.numel() != 1):
         raise ValueError("torchflash::attention: dropout needs a seed, an int64 tensor of one element")
+
+
+def _check_tile_map(q: Tensor, k: Tensor, tile_map: Sequence[Tensor]) -> None:
+    if not tile_map:
+        return
+    (B, H, M, _), N = q.shape, k.shape[2]
+    lines = tile_map[0].shape[:2]
+    states, rows = ((*lines, -(-M // ROWS), -(-N // KEYS)), torch.int8), ((*lines, M), torch.int8)
+    order = [((*lines, 1, n), torch.int32) for n in (-(-N // ORDER_KEYS), 2)]
+    fits = len(lines) == 2 and lines[0] in (1, B) and lines[1] in (1, H) and all(x.device == q.device for x in tile_map)
+    if not fits or [(tuple(x.shape), x.dtype) for x in tile_map] not in ([states], [states, rows], [states, *order]):
+        raise ValueError(
+            f"torchflash::attention: tile_map must be what torchflash::tile_map gives for {M} queries and {N} keys, or "
+            f"empty; got {[f'{x.dtype} {list(x.shape)} on {x.device}' for x in tile_map]}"
+        )
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -160,6 +177,7 @@ def _like(
     dropout_p: float,
     seed: Tensor | None,
     tuning: str,
+    tile_map: Sequence[Tensor],
 ) -> tuple[reference.Problem, list[Tensor]]:
     """The problem without its tensors, checked, and the captures on its device. What does not depend on the contents of
     tensors is found out once."""
@@ -167,13 +185,15 @@ def _like(
     here = [c if c.get_device() == on else c.to(q.device) for c in captures]
     key = (
         texts, dropout_p, tuning, torch._C._get_float32_matmul_precision(), *sizes, _described(q), _described(k),
-        _described(v), *[_described(c) for c in captures], None if seed is None else _described(seed),
+        _described(v), *[_described(c) for c in (*captures, *tile_map)], len(tile_map),
+        None if seed is None else _described(seed),
     )  # fmt: skip
     known = _known.get(key)
     if known is None:
         _check(q, k, v, captures, dropout_p, seed)
+        _check_tile_map(q, k, tile_map)
         program = programs.read(*texts, tuple([_kind(c.dtype) for c in captures]))
-        made = reference.Problem(q, k, v, here, sizes, program, dropout_p, seed, tunings.read(tuning))
+        made = reference.Problem(q, k, v, here, sizes, program, dropout_p, seed, tunings.read(tuning), tile_map)
         made.memory = {}
         known = _known[key] = made.like(None, None, None, [], None)
         if len(_known) > REMEMBERED:
@@ -211,14 +231,14 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
-    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str, tile_map: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    known, here = _like(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning)
+    known, here = _like(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning, tile_map)
     out, lse = _empty_out(q, v, layout), _empty_lse(q)
-    way, tensors = _way(q, "forward", layout), (q, k, v, out, lse, *here, *(() if seed is None else (seed,)))
+    way, tensors = _way(q, "forward", layout), (q, k, v, out, lse, *here, *tile_map, *(() if seed is None else (seed,)))
     if _replayed(known, way, tensors):
         return out, lse
-    problem = known.like(q, k, v, here, seed)
+    problem = known.like(q, k, v, here, seed, tile_map)
     if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
         return out.zero_(), lse.fill_(0.0 if k.shape[2] else -torch.inf)
     if _unfused(problem):
@@ -233,15 +253,15 @@ def _forward(
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int],
     need: list[bool], score: str, keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
-    tuning: str,
+    tuning: str, tile_map: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    known, here = _like(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning)
+    known, here = _like(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning, tile_map)
     dq, dk, dv = map(_empty_gradient, (q, k, v))
     way = _way(q, "backward", _described(do), _described(out), *need)
-    tensors = (q, k, v, do, out, lse, dq, dk, dv, *here, *(() if seed is None else (seed,)))
+    tensors = (q, k, v, do, out, lse, dq, dk, dv, *here, *tile_map, *(() if seed is None else (seed,)))
     if _replayed(known, way, tensors):
         return dq, dk, dv, []
-    problem = known.like(q, k, v, here, seed)
+    problem = known.like(q, k, v, here, seed, tile_map)
     wanted = [c for c, n in zip(captures, need, strict=True) if n]
     if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
         return (
@@ -302,7 +322,7 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("torchflash::attention", lib=library)
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
-    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str, tile_map: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_out(q, v, layout), _empty_lse(q)
 
@@ -311,7 +331,7 @@ def _forward_fake(
 def _backward_fake(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: list[Tensor], sizes: list[int],
     need: list[bool], score: str, keep: str, fill: float, post: str, dropout_p: float, seed: Tensor | None,
-    tuning: str,
+    tuning: str, tile_map: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     dq, dk, dv = map(_empty_gradient, (q, k, v))
     return dq, dk, dv, [c.new_empty(c.shape) for c, n in zip(captures, need, strict=True) if n]
@@ -361,25 +381,26 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, rest: Any, *captures: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sizes, score, keep, fill, post, dropout_p, layout, tuning = rest
+        sizes, score, keep, fill, post, dropout_p, layout, tuning, tile_map = rest
         out, lse = _forward_below(
-            keyset, q, k, v, list(captures), sizes, score, keep, fill, post, dropout_p, seed, layout, tuning
+            keyset, q, k, v, list(captures), sizes, score, keep, fill, post, dropout_p, seed, layout, tuning, tile_map
         )
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, seed, *captures)
-        ctx.rest = rest
+        ctx.save_for_backward(q, k, v, out, lse, seed, *captures, *tile_map)
+        ctx.rest, ctx.captures = rest[:-1], len(captures)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
-        q, k, v, out, lse, seed, *captures = ctx.saved_tensors
+        q, k, v, out, lse, seed, *both = ctx.saved_tensors
+        captures, tile_map = both[: ctx.captures], both[ctx.captures :]
         sizes, score, keep, fill, post, dropout_p, _, tuning = ctx.rest
         need = list(ctx.needs_input_grad[6:])
         if do is None:
             return (None,) * (6 + len(captures))
         dq, dk, dv, dcaptures = torch.ops.torchflash.attention_backward.default(
-            do, q, k, v, out, lse, captures, sizes, need, score, keep, fill, post, dropout_p, seed, tuning
+            do, q, k, v, out, lse, captures, sizes, need, score, keep, fill, post, dropout_p, seed, tuning, tile_map
         )
         found = iter(dcaptures)
         return None, dq, dk, dv, None, None, *(next(found) if n else None for n in need)

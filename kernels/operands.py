@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torchflash.kernels import configs, lower, philox
 from torchflash.kernels.forms import Form, form
-from torchflash.kernels.launcher import Started, based, interpreting, start
-from torchflash.kernels.maps import Maps
+from torchflash.kernels.launcher import Started, based, interpreting
+from torchflash.kernels.maps import Maps, Starting, pointers, strides_and_sizes
 from torchflash.kernels.reference import Problem
 from torchflash.kernels.visits import SIZES
 
@@ -41,10 +40,11 @@ def layout(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple([(x.shape, x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
-class Setup:
+class Setup(Starting):
     """What follows from the shapes, strides, dtypes and programs of one attention."""
 
     def __init__(self, p: Problem):
+        super().__init__()
         self.program = p.program
         if len(p.sizes) > MAX_SIZES:
             raise ValueError(f"a program may use at most {MAX_SIZES} sizes; got {len(p.sizes)}")
@@ -53,7 +53,7 @@ class Setup:
         self.fast = self.itemsize < 4
         self.form: Form = form(p.program, not self.fast)
         self.ranks = tuple(c.dim() for c in p.captures)
-        self.S = tuple(x for c in p.captures for x in c.stride()) + tuple(x for c in p.captures for x in c.shape)
+        self.S = strides_and_sizes(p.captures)
         self.sizes = dict(zip(SIZES, [*p.sizes.values(), *[0] * (MAX_SIZES - len(p.sizes))], strict=True))
         self.common = dict(
             M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, lines=p.B * p.H, exponent=self.form.exponent,
@@ -72,19 +72,7 @@ class Setup:
         self.kind = (p.q.device, p.program, self.D, self.DV, p.q.dtype, p.v.dtype, precision(p.q.dtype), p.tuning)
         self.descriptors: dict[Any, TensorDescriptor | None] = {}
         self.plans: dict[Any, tuple[Started, configs.Tile]] = {}
-        self.others: dict[Any, Started] = {}
         self.exact_delta: dict[tuple[bool, ...], bool] = {}
-
-    def start(
-        self, kernel: Any, key: Any, grid: int, changing: dict[str, Any], others: Callable[[], dict[str, Any]]
-    ) -> None:
-        """As launcher.start, for a key that decides all the rest together with this setup."""
-        key = (kernel.__name__, key)
-        started = self.others.get(key)
-        if started is not None:
-            started.again(changing)
-        elif (started := start(kernel, grid, changing, others)) is not None:
-            self.others[key] = started
 
     def value(self, which: str) -> Any:
         return lower.value_function(self.form, which, self.ranks, self.fast)
@@ -106,7 +94,7 @@ class Setup:
 def setup_of(p: Problem) -> Setup:
     key = (
         p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, torch.get_float32_matmul_precision(),
-        *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures), tuple(c.dtype for c in p.captures),
+        *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures, *p.tile_map), tuple(c.dtype for c in p.captures),
     )  # fmt: skip
     found = _setups.get(key)
     if found is None:
@@ -121,7 +109,7 @@ class Operands:
 
     def __init__(self, problem: Problem):
         p = self.problem = problem
-        self.T = tuple([c if c.numel() else p.q.new_zeros(1, dtype=c.dtype) for c in p.captures])
+        self.T = pointers(p.captures)
         self.made: dict[Any, Any] = {}  # the tile maps of this call
         self.again = False
         self.even: Shape | None = None  # of rows that tile maps are to tell from others

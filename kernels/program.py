@@ -34,7 +34,7 @@ class Program:
 
     @property
     def kind_map(self) -> dict[str, str]:
-        return {f"t{i}": k for i, k in enumerate(self.kinds)}
+        return kind_map(self.kinds)
 
     def loads_of(self, capture: int) -> list[Expr]:
         """The loads of capture `t<capture>` that receive a gradient, each once."""
@@ -58,16 +58,16 @@ def fold(e: Expr) -> Expr:
 @functools.lru_cache(maxsize=4096)
 def read(score: str, keep: str, fill: float, post: str, kinds: tuple[str, ...]) -> Program:
     """Parse the texts of one attention. Raises ScoreError when a text is not a program."""
-    kind_map = {f"t{i}": k for i, k in enumerate(kinds)}
+    known = kind_map(kinds)
     x, w = fold(sc.parse(score)), fold(sc.parse(post))
     kept = fold(sc.parse(keep)) if keep else None
     for e in (x, w) + ((kept,) if kept is not None else ()):
-        missing = sorted({load.value for load in sc.loads(e)} - set(kind_map))
+        missing = sorted({load.value for load in sc.loads(e)} - set(known))
         if missing:
             raise sc.ScoreError(f"the program loads {missing[0]} but there are {len(kinds)} captures: {e}")
     if kept is sc.TRUE:
         kept = None
-    if sc.kind(x, kind_map) != "f":
+    if sc.kind(x, known) != "f":
         x = sc.build("float", x)
     return Program(
         score=x,
@@ -75,9 +75,13 @@ def read(score: str, keep: str, fill: float, post: str, kinds: tuple[str, ...]) 
         fill=fill,
         post=None if w is P else w,
         kinds=kinds,
-        score_vjp=sc.vjp(x, kind_map),
-        post_vjp={P: G} if w is P else sc.vjp(w, kind_map),
+        score_vjp=sc.vjp(x, known),
+        post_vjp={P: G} if w is P else sc.vjp(w, known),
     )
+
+
+def kind_map(kinds: Sequence[str]) -> dict[str, str]:
+    return {f"t{i}": k for i, k in enumerate(kinds)}
 
 
 def kinds_of(captures: Sequence[Tensor]) -> tuple[str, ...]:

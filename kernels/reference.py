@@ -49,23 +49,31 @@ class Problem:
         dropout_p: float,
         seed: Tensor | None,
         tuning: Tuning = DEFAULT,
+        tile_map: Sequence[Tensor] = (),
     ):
         self.memory: dict[Any, Any] | None = None  # of those who run what differs in the contents of tensors alone
         self.q, self.k, self.v, self.captures, self.program = q, k, v, list(captures), program
         self.sizes = {f"z{i}": int(z) for i, z in enumerate(sizes)}
         self.dropout_p, self.seed, self.tuning = dropout_p, seed, tuning
+        self.tile_map = tuple(tile_map)  # of torch.ops.torchflash.tile_map; empty: the kernels make their own
         self.B, self.H, self.M, _ = q.shape
         _, heads_k, self.N, _ = k.shape
         self.group_k = self.H // heads_k if self.H else 1
         self.group_v = self.H // v.shape[1] if self.H else 1
 
     def like(
-        self, q: Tensor | None, k: Tensor | None, v: Tensor | None, captures: list[Tensor], seed: Tensor | None
+        self,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        captures: list[Tensor],
+        seed: Tensor | None,
+        tile_map: Sequence[Tensor] = (),
     ) -> Problem:
         """The same of other tensors of the same shapes, strides and dtypes, or of none, to be remembered."""
         other = object.__new__(Problem)
         other.__dict__.update(self.__dict__)
-        other.__dict__.update(q=q, k=k, v=v, captures=captures, seed=seed)
+        other.__dict__.update(q=q, k=k, v=v, captures=captures, seed=seed, tile_map=tuple(tile_map))
         return other
 
     @functools.cached_property

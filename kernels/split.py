@@ -20,17 +20,17 @@ import triton.language as tl
 from torchflash.kernels.configs import Tile
 from torchflash.kernels.forward import forward_tile
 from torchflash.kernels.launcher import cdiv
+from torchflash.kernels.mask import QUERIES
 from torchflash.kernels.tiles import FAR, LOG2E, exponentials, scale_rows, zero_chunks
 from torchflash.kernels.visits import SIZES, plain_at, tile_at, visit
 
 if TYPE_CHECKING:
     from torchflash.kernels.operands import Operands
 
-QUERIES = 16  # at most
 ROWS = 64  # of a tile, at most
 FEWEST = 512  # keys that are worth a second launch
 PROGRAMS = 4  # for each multiprocessor
-PARTS = 16  # that a program of `attention_combine` reads at the same time
+PARTS = 64  # at most that a program of `attention_combine` reads at the same time
 UNSPECIALIZED = ("H", "GROUP_K", "GROUP_V", "M", "N", "splits", "lines", "line_b", "line_h", *SIZES)
 
 

@@ -211,6 +211,12 @@ def float_of_difference(a, b):
 
 
 @triton.jit
+def float_of_near_difference(a, b):
+    """float(a - b) for integers from -2**22 up to 2**22, forms.NEAR."""
+    return with_mantissa(a + (1 << 22)) - with_mantissa(b + (1 << 22))
+
+
+@triton.jit
 def with_mantissa(x):
     """2**23 + x for integers 0 <= x < 2**23. Differences of these are exact; those of conversions LLVM would make
     conversions of differences, of which there are more."""
@@ -236,26 +242,62 @@ def bfloat16_rounded(x):
 
 @triton.jit
 def some(x, inside, AXIS: tl.constexpr):
-    """Whether a condition holds for some element that is `inside`."""
-    return tl.max((x & inside).to(tl.int32), AXIS) > 0
+    """Whether a condition holds for some element along an axis that is `inside`; None: all are."""
+    x = x.to(tl.int32)
+    if inside is not None:
+        x = tl.where(inside, x, 0)
+    return tl.max(x, AXIS) > 0
 
 
 @triton.jit
 def every(x, inside, AXIS: tl.constexpr):
-    return tl.max(((x == 0) & inside).to(tl.int32), AXIS) == 0
+    x = x.to(tl.int32)
+    if inside is not None:
+        x = tl.where(inside, x, 1)
+    return tl.min(x, AXIS) > 0
 
 
 @triton.jit
 def least(x, inside, AXIS: tl.constexpr):
-    """Of the integers that are `inside`."""
-    bits: tl.constexpr = x.dtype.primitive_bitwidth - 1
-    return tl.min(tl.where(inside, x, (1 << bits) - 1), AXIS)
+    """Of numbers along an axis that are `inside`; of floats -inf where one of them is NaN."""
+    if x.dtype.is_floating():
+        if inside is not None:
+            x = tl.where(inside, x, float("inf"))
+        if INTERPRETED:  # which is slow at reductions that it does not know
+            return tl.min(tl.where(x == x, x, float("-inf")), AXIS)
+        found = tl.reduce(x, AXIS, smaller)
+        return tl.where(found == found, found, float("-inf"))
+    else:
+        bits: tl.constexpr = x.dtype.primitive_bitwidth - 1
+        if inside is not None:
+            x = tl.where(inside, x, (1 << bits) - 1)
+        return tl.min(x, AXIS)
 
 
 @triton.jit
 def largest(x, inside, AXIS: tl.constexpr):
-    bits: tl.constexpr = x.dtype.primitive_bitwidth - 1
-    return tl.max(tl.where(inside, x, -(1 << bits)), AXIS)
+    if x.dtype.is_floating():
+        if inside is not None:
+            x = tl.where(inside, x, float("-inf"))
+        if INTERPRETED:
+            return tl.max(tl.where(x == x, x, float("inf")), AXIS)
+        found = tl.reduce(x, AXIS, larger)
+        return tl.where(found == found, found, float("inf"))
+    else:
+        bits: tl.constexpr = x.dtype.primitive_bitwidth - 1
+        if inside is not None:
+            x = tl.where(inside, x, -(1 << bits))
+        return tl.max(x, AXIS)
+
+
+@triton.jit
+def smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

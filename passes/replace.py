@@ -25,6 +25,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torchflash import score
+from torchflash.kernels import program as kernel_programs
+from torchflash.kernels.mask import QUERIES, expanded_dims, request, wanted_on
 from torchflash.passes import index as ix
 from torchflash.passes.attention import Attention, Given, Operand
 from torchflash.passes.graph import operation, tensor, value
@@ -41,6 +43,7 @@ class Emitted:
 
     results: dict[Node, Node] = field(default_factory=dict)
     tables: dict[Table | Projection, Node] = field(default_factory=dict)
+    maps: dict[Any, tuple[Node, Node]] = field(default_factory=dict)  # of tiles, and the root before which each stands
 
     def current(self, node: Node) -> Node:
         """The node that has the value of `node` now: an item assignment has none of its own."""
@@ -101,18 +104,18 @@ def replace(
     tuning: str,
     emitted: Emitted,
 ) -> list[Node] | Failure:
-    """Emits before their root the operators of the blocks it is the sum of, with `tuning` as their last argument, the
-    views around them, and what is added to them.
+    """Emits before their root the operators of the blocks it is the sum of, to be run as `tuning` says, the views
+    around them, and what is added to them.
 
     Returns the operators' nodes and notes in `emitted` which node has the root's value. The root itself stays until the
     caller redirects its users."""
     root = parts[0][0].root
     out = Emitter(graph, root, emitted)
-    tables = dict(emitted.tables)
+    shared = Emitted(tables=dict(emitted.tables), maps=dict(emitted.maps))
     try:
         # Of a mixture the parts may be far larger than their sum, which float32 leaves room for.
         mixed = torch.float32 if len(parts) + len(given) > 1 else None
-        both = [_emit(out, r, block, programs, layout, tuning, tables, mixed) for block, programs in parts]
+        both = [_emit(out, r, block, programs, layout, tuning, shared, mixed) for block, programs in parts]
         terms = [*(result for _, result in both), *(_given(out, r, g, layout) for g in given)]
         node = functools.reduce(lambda a, b: out.call(operator.add, a, b), terms)
         if mixed is not None and tensor(node).dtype != tensor(root).dtype:  # type: ignore[union-attr]
@@ -132,7 +135,7 @@ def replace(
         if not _same(a, b) and not (what == "strides" and (same_strides(expected, got) or strides_unseen(root))):
             out.undo()
             return Failure("mismatch", f"the replacement has {what} {b}, the block {a}", root)
-    emitted.tables = tables
+    emitted.tables, emitted.maps = shared.tables, shared.maps
     emitted.results[root] = node
     return [call for call, _ in both]
 
@@ -150,7 +153,7 @@ def _emit(
     programs: Programs,
     layout: str,
     tuning: str,
-    tables: dict[Table | Projection, Node],
+    shared: Emitted,
     dtype: torch.dtype | None,
 ) -> tuple[Node, Node]:
     """The operator, and its result in place of the block's; in `dtype`, if one is given."""
@@ -164,9 +167,9 @@ def _emit(
     captures = []
     for c in programs.captures:
         if isinstance(c, (Table, Projection)):
-            if c not in tables:
-                tables[c] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
-            captures.append(tables[c])
+            if c not in shared.tables:
+                shared.tables[c] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
+            captures.append(shared.tables[c])
         else:
             captures.append(_capture(out, _kept(out, r, c, block), device))
     sizes = [_size(out, s) for s in programs.sizes]
@@ -175,14 +178,56 @@ def _emit(
         seed = out.call(torch.randint, 0, 2**62, (1,), dtype=torch.int64, device=device)
     keep = "" if programs.keep is None else str(programs.keep)
     texts = (str(programs.score), keep, programs.fill, str(programs.post))
+    exact = max(qk_dtype.itemsize, v_dtype.itemsize) >= 4
+    map_ = _tile_map(out, r, block, programs, texts, exact, captures, sizes, shared) if wanted_on(device) else []
     both = out.call(
         torch.ops.torchflash.attention.default,
-        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, tuning,
+        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, tuning, map_,
     )  # fmt: skip
     node = out.call(operator.getitem, both, 0)
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
         node = out.method("clone", node)  # the operator keeps its result for the backward, the contraction did not
     return both, _result(out, node, block, layout, dtype)
+
+
+def _tile_map(
+    out: Emitter,
+    r: Reader,
+    block: Attention,
+    programs: Programs,
+    texts: tuple[str, str, float, str],
+    exact: bool,
+    captures: Sequence[Node],
+    sizes: Sequence[Any],
+    shared: Emitted,
+) -> list[Node]:
+    """The nodes of the tile map of a mask that is made of data: those of an earlier block with the same mask, if what
+    it is made of has not been written in between."""
+    tensors = [tensor(c) for c in captures]
+    if any(type(t) is not FakeTensor for t in tensors):
+        return []
+    program = kernel_programs.read(*texts, kernel_programs.kinds_of(tensors))  # type: ignore[arg-type]
+    roles = block.roles
+    queries = functools.reduce(operator.mul, map(ix.axis_size, roles.queries), ix.ONE)
+    few = bool(queries.is_Integer and queries <= QUERIES)
+    wanted = request(program, exact, expanded_dims(tensors), few)  # type: ignore[arg-type]
+    if wanted is None:
+        return []
+    groups = (roles.batch if "b" in wanted.axes else (), roles.heads if "h" in wanted.axes else (), roles.queries)
+    shape = [functools.reduce(operator.mul, map(ix.axis_size, g), ix.ONE) for g in (*groups, (roles.keys,))]
+    sources = [programs.captures[i] for i in wanted.captures]
+    key = (*wanted[3:], *shape, *sources, *(programs.sizes[i] for i in wanted.sizes))
+    order = r.versions.order
+    node, first = shared.maps.get(key, (None, block.root))
+    between = order[first], order[block.root]
+    if node is None or any(not isinstance(c, Node) or r.versions.written_between(c, *between) for c in sources):
+        node = out.call(
+            torch.ops.torchflash.tile_map.default,
+            [captures[i] for i in wanted.captures], [sizes[i] for i in wanted.sizes], _shape_argument(out, shape),
+            *wanted[3:],
+        )  # fmt: skip
+        shared.maps[key] = node, block.root
+    return [out.call(operator.getitem, node, i) for i in range(len(value(node)))]
 
 
 def _given(out: Emitter, r: Reader, g: Given, layout: str) -> Node:

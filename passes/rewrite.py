@@ -280,7 +280,7 @@ def _apply(
     rewritten: list[_Candidate] = []
     for c in candidates:
         if options.verify:
-            emitted.tables = {}  # each block has its own, so that its gradients can be told apart
+            emitted.tables, emitted.maps = {}, {}  # each block has its own, so that gradients can be told apart
         if options.verify and len(c.parts) + len(c.given) > 1:
             calls: list[Node] | Failure = Failure("several_softmaxes", "torchflash.verify compares them one at a time")
         else:
@@ -385,7 +385,7 @@ def _rewritten(block: Attention, p: Programs, operator_: Node) -> Rewritten:
     q, k, v = (dims(tensor(a)) for a in operator_.args[:3])  # type: ignore[arg-type]
     itemsize = block.qk_dtype.itemsize
     device = tensor(block.root).device  # type: ignore[union-attr]
-    runs = unfused.describe((*q[:3], k[2]), device, itemsize, tunings.read(str(operator_.args[-1])))
+    runs = unfused.describe((*q[:3], k[2]), device, itemsize, tunings.read(str(operator_.args[12])))
     return Rewritten(
         **locate(block.softmax),
         score=str(p.score),

@@ -38,6 +38,7 @@ class Inputs:
     seed: Tensor | None = None
     layout: str = "bhmd"
     tuning: str = "min_seqlen=0"  # fused at every length
+    tile_map: list[Tensor] = field(default_factory=list)
 
     def leaves(self) -> list[Tensor]:
         """What gets a gradient: q, k, v and the float captures."""
@@ -49,7 +50,8 @@ class Inputs:
 
 def run_op(x: Inputs) -> Tensor:
     out, _ = torch.ops.torchflash.attention(
-        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, x.layout, x.tuning
+        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, x.layout, x.tuning,
+        x.tile_map,
     )
     return out
 

@@ -11,6 +11,7 @@ from few_queries import few
 from mathematics import check_bfloat16, check_differences
 from oracle import INF, Inputs, check, run_op
 from test_even_rows import WAYS, left_padded, masked
+from tile_maps import MASKS, check_attention, check_map, inputs
 
 from torchflash.kernels import op, philox, reference, replay
 
@@ -41,6 +42,16 @@ def precision():
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_programs(case: Case):
     check(build(case, BF16, device="cuda"), slack=2 * case.slack)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tile_maps(name: str):
+    as_good_as_can_be = name not in ("causal_padding", "integers", "heads")
+    for N in (210, 512, 513):
+        check_map(inputs(name, 150, N, device="cuda"), as_good_as_can_be)
+    check_map(inputs(name, 2, 700, device="cuda"), as_good_as_can_be=False)
+    check_attention(inputs(name, 300, 400, 64, BF16, "cuda"), slack=2)
+    check_attention(inputs(name, 1, 1000, 128, BF16, "cuda"), slack=2)
 
 
 FLOAT32 = ["causal", "window_finfo", "nan_to_num", "alibi", "functions", "bias", "relative_bias", "dropout_gate_bias"]
@@ -252,7 +263,7 @@ def test_compiled_training():
     def step(q, k, v, t):
         out, _ = torch.ops.torchflash.attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), [t], [],
-            "where(n <= m, 0.125 * s + t0[h, n - m + 127], -inf)", "n <= m", -INF, "p", 0.0, None, "bmhd", "",
+            "where(n <= m, 0.125 * s + t0[h, n - m + 127], -inf)", "n <= m", -INF, "p", 0.0, None, "bmhd", "", [],
         )  # fmt: skip
         return out.transpose(1, 2).flatten(2).sin().sum()
 

@@ -109,7 +109,8 @@ def test_it_never_waits_for_the_device(case: Case):
     rest = (program.read(x.score, x.keep, x.fill, x.post, kinds), x.dropout_p, x.seed)
     problem = reference.Problem(x.q, x.k, x.v, x.captures, x.sizes, *rest)
     need = [c.is_floating_point() for c in x.captures]
-    out, lse = OP(x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bhmd", "")
+    texts = (x.score, x.keep, x.fill, x.post)
+    out, lse = OP(x.q, x.k, x.v, x.captures, x.sizes, *texts, x.dropout_p, x.seed, "bhmd", "", [])
     with NothingFromTheHost():
         unfused.forward(problem, torch.empty_like(out), torch.empty_like(lse))
         unfused.backward(problem, out, out, lse, *(torch.empty_like(t) for t in (x.q, x.k, x.v)), need)

@@ -90,7 +90,8 @@ def test_row_statistics_are_those_of_the_scores(score: str):
     """Whatever the kernels put in the place of a huge fill: maximum and sum are the scores' own."""
     x = finfo_rows(score)
     _, (row_max, row_sum) = torch.ops.torchflash.attention(
-        x.q, x.k, x.v, [], [], x.score, x.keep if "where" in score else "", x.fill, "p", 0.0, None, x.layout, x.tuning
+        x.q, x.k, x.v, [], [], x.score, x.keep if "where" in score else "", x.fill, "p", 0.0, None, x.layout, x.tuning,
+        [],
     )
     env = {"s": x.q.float() @ x.k.float().mT, "m": torch.arange(20)[:, None], "n": torch.arange(24)}
     scores = sc.evaluate(sc.parse(x.score), env, [], torch.float32)
@@ -268,8 +269,9 @@ def test_states_of_tiles(name: str):
     q, k = torch.randn(2, 2, M, 8), torch.randn(2, 2, N, 8)
     o = Operands(Problem(q, k, k, captures, (), program, 0.0, None))
     maps = o.setup.maps
-    assert (maps.spans is None) == (name in ("some", "alike", "either", "floats"))
-    found = maps._states((16, 32), o)
+    spans = name == "some"
+    assert (maps.states._functions((16, 32), spans, False)["RANGES"] is None) == (name in ("alike", "either"))
+    found, _ = maps._states((16, 32), o)
     env = {"b": torch.arange(2)[:, None, None], "m": torch.arange(M)[:, None], "n": torch.arange(N)}
     dense = sc.evaluate(sc.parse(keep), env, captures, torch.float32).expand(2, M, N)
     for b in range(2):
@@ -278,7 +280,7 @@ def test_states_of_tiles(name: str):
                 state = int(found[b, 0, i, j])
                 assert state or not tile.any()
                 assert state != 2 or tile.all()
-                if name in ("padding", "causal", "documents", "added", "some"):  # as good as can be
+                if name in ("padding", "documents", "added"):  # as good as can be
                     assert state == int(tile.any()) + int(tile.all())
 
 
@@ -298,8 +300,9 @@ def test_order_of_tiles(run: bool, columns: bool):
     order, counts = (torch.full((2, lines, n), -1, dtype=torch.int32) for n in (tiles, 2))
     whole = tiles - 1
     tile_order[(2 * lines,)](
-        states, order, counts, lines=lines, tiles=tiles, whole=whole, to_line=to_line, to_tile=to_tile, RUN=run, WIDTH=4
-    )
+        states, None, order, counts, lines=lines, tiles=tiles, whole=whole, given_lines=lines, given_tiles=tiles,
+        to_line=to_line, to_tile=to_tile, LINE_PARTS=1, LINE_SPLIT=1, TILE_PARTS=1, TILE_SPLIT=1, RUN=run, WIDTH=4,
+    )  # fmt: skip
     for b in range(2):
         for line in range(lines):
             found = by_line[b, line].tolist()

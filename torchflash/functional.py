@@ -12,13 +12,16 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from torchflash import score as sc
 from torchflash.score import Expr, ScoreError, build, const, load, name
+
+if TYPE_CHECKING:
+    from torchflash.kernels.mask import Request
 
 INF = float("inf")
 AXES = ("b", "h", "m", "n")
@@ -109,13 +112,14 @@ def attention(
     texts = (plan.score, plan.keep, -INF, plan.post)
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device) if dropout_p else None
     op = torch.ops.torchflash.attention
-    out, statistics = op(q, k, v, captures, sizes, *texts, float(dropout_p), seed, layout, "")
+    tile_map = _tile_map(q, k, v, captures, sizes, texts)
+    out, statistics = op(q, k, v, captures, sizes, *texts, float(dropout_p), seed, layout, "", tile_map)
     out = out.reshape(*lead, M, v.shape[-1])
     if not return_lse:
         return out
     if dropout_p == 1.0:  # of which the operator makes nothing, not even scores
         with torch.no_grad():
-            _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "")
+            _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "", tile_map)
     return out, (statistics[0] + statistics[1].clamp(min=0.0).log()).reshape(*lead, M)
 
 
@@ -307,6 +311,39 @@ def _plan(*arguments: Any) -> Plan:
 
 # what torch.compiler.assume_constant_result does, but for importing Dynamo
 _plan._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _tile_map(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], texts: tuple[str, str, float, str]
+) -> list[Tensor]:
+    """That of a mask that is made of tensors, for the forward and the backward: alone, either finds its own."""
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *captures))
+    if not trains or not captures or any(c.device != q.device for c in captures):
+        return []
+    exact = q.dtype.itemsize >= 4 or v.dtype.itemsize >= 4
+    wanted = _request(texts, tuple(_kind(c) for c in captures), tuple(c.dim() for c in captures), exact, q.device.type)
+    if wanted is None:
+        return []
+    mine, sizes = [captures[i] for i in wanted.captures], [sizes[i] for i in wanted.sizes]
+    lines = [q.shape[0] if "b" in wanted.axes else 1, q.shape[1] if "h" in wanted.axes else 1]
+    found: list[Tensor] = torch.ops.torchflash.tile_map(
+        mine, sizes, [*lines, q.shape[2], k.shape[2]], *wanted[3:]
+    )
+    return found
+
+
+def _request(
+    texts: tuple[str, str, float, str], kinds: tuple[str, ...], ranks: tuple[int, ...], exact: bool, device: str
+) -> Request | None:
+    """Run while tracing, as `_plan`."""
+    from torchflash.kernels import mask, program
+
+    if not mask.wanted_on(torch.device(device)):
+        return None
+    return mask.request(program.read(*texts, kinds), exact, tuple((False,) * rank for rank in ranks), few=False)
+
+
+_request._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Names:
