@@ -177,7 +177,7 @@ def _emit(
     texts = (str(programs.score), keep, programs.fill, str(programs.post))
     both = out.call(
         torch.ops.torchflash.attention.default,
-        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, tuning,
+        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, "", None, tuning,
     )  # fmt: skip
     node = out.call(operator.getitem, both, 0)
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):

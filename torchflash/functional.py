@@ -109,13 +109,13 @@ def attention(
     texts = (plan.score, plan.keep, -INF, plan.post)
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device) if dropout_p else None
     op = torch.ops.torchflash.attention
-    out, statistics = op(q, k, v, captures, sizes, *texts, float(dropout_p), seed, layout, "")
+    out, statistics = op(q, k, v, captures, sizes, *texts, float(dropout_p), seed, layout, "", None, "")
     out = out.reshape(*lead, M, v.shape[-1])
     if not return_lse:
         return out
     if dropout_p == 1.0:  # of which the operator makes nothing, not even scores
         with torch.no_grad():
-            _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "")
+            _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "", None, "")
     return out, (statistics[0] + statistics[1].clamp(min=0.0).log()).reshape(*lead, M)
 
 
