@@ -55,7 +55,7 @@ def main() -> None:
 
     def forward(way: str = FUSED) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ops.torchflash.attention.compiled(
-            q, k, v, captures, [16], *TEXTS, 0.0, None, "bmhd", way, []
+            q, k, v, captures, [16], *TEXTS, 0.0, None, "bmhd", "", None, way, []
         )  # fmt: skip
 
     out, lse = forward()
@@ -81,7 +81,9 @@ def main() -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def train() -> Any:
-        out = torch.ops.torchflash.attention.default(*leaves, captures, [16], *TEXTS, 0.0, None, "bmhd", FUSED, [])[0]
+        out = torch.ops.torchflash.attention.default(
+            *leaves, captures, [16], *TEXTS, 0.0, None, "bmhd", "", None, FUSED, []
+        )[0]
         return torch.autograd.grad(out, leaves, do)
 
     show("forward and backward in eager mode", train)
@@ -90,7 +92,8 @@ def main() -> None:
     problem = reference.Problem(q, k, v, captures, [16], parsed, 0.0, None, tuned)
     rest = (captures, [16], *TEXTS, 0.0, None)
     print("parts of a forward")
-    show("  the op's function, without the dispatcher", lambda: op._forward(q, k, v, *rest, "bmhd", FUSED, []))
+    how = ("bmhd", "", None, FUSED, [])
+    show("  the op's function, without the dispatcher", lambda: op._forward(q, k, v, *rest, *how))
     show("  problem: checks, programs, sizes", lambda: op._like(q, k, v, captures, [16], TEXTS, 0.0, None, FUSED, []))
     show("  which way", lambda: op._unfused(problem))
     show("  results", lambda: (op._empty_out(q, v, "bmhd"), op._empty_lse(q)))

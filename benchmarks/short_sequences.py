@@ -39,7 +39,7 @@ class Row(NamedTuple):
 def call(program: str, tensors: list[torch.Tensor], captures: list[torch.Tensor], way: str) -> torch.Tensor:
     score, keep, fill = PROGRAMS[program]
     return torch.ops.torchflash.attention(
-        *tensors, captures, [], score, keep, fill, "p", 0.0, None, "bmhd", WAYS[way], []
+        *tensors, captures, [], score, keep, fill, "p", 0.0, None, "bmhd", "", None, WAYS[way], []
     )[0]  # fmt: skip
 
 

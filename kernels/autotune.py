@@ -161,6 +161,7 @@ def describe(name: str, own: Any, o: Operands) -> str:
         "score": program.score,
         "keep": program.keep,
         "post": program.post,
+        "rows": ", ".join(map(str, program.rows)),
         "captures": captures,
         "fixed": sorted(p.tuning.tile(name).items()),
         "versions": _versions(),

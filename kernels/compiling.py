@@ -120,8 +120,11 @@ class Resources:
         )
 
 
-def compile_launches(problem: reference.Problem, need: Sequence[bool], capability: int) -> dict[str, list[Resources]]:
-    """What the forward and backward of `problem` launch on a GPU of that capability, by the kernel's name.
+def compile_launches(
+    problem: reference.Problem, need: Sequence[bool], capability: int, name: str | None = None
+) -> dict[str, list[Resources]]:
+    """What the forward and backward of `problem` launch on a GPU of that capability, by the kernel's name; with a
+    `name`, what `run` does.
 
     `need` says which captures need a gradient. Tiles that do not fit or spill much are passed over, as on that GPU.
     """
@@ -133,7 +136,7 @@ def compile_launches(problem: reference.Problem, need: Sequence[bool], capabilit
         found.setdefault(kernel.__name__, []).append(resources)
 
     with elsewhere(start, capability):
-        assert run(problem, need)
+        assert run(problem, need, name)
     return found
 
 

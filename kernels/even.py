@@ -40,7 +40,8 @@ def eligible(o: Operands, need: Sequence[bool] = ()) -> Shape | None:
     """The shape of even rows, if they are to be told from others: by the backward only if no gradient of a captured
     tensor comes from them."""
     p, setup = o.problem, o.setup
-    found = shape(setup.form) if setup.maps is not None and not p.dropout_p and p.N < COUNTED else None
+    alike = setup.maps is not None and not p.dropout_p and p.N < COUNTED and not p.program.rows
+    found = shape(setup.form) if alike else None
     if found is None or not found.added:
         return found
     taken = any(wanted and p.program.loads_of(i) for i, wanted in enumerate(need))

@@ -15,10 +15,14 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 Shape = Sequence[int]
 
 
-def forward_flop(q: Shape, k: Shape, v: Shape, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Of torch.ops.torchflash.attention, from the shapes of its operands."""
+def forward_flop(
+    q: Shape, k: Shape, v: Shape, captures: Any, sizes: Any, score: str, keep: str, fill: float, post: str,
+    dropout_p: float, seed: Any, layout: str, rows: str, keys: int | None, *args: Any, out_shape: Any = None,
+    **kwargs: Any,
+) -> int:  # fmt: skip
+    """Of torch.ops.torchflash.attention, from the shapes of its operands and the number of keys."""
     B, H, M, D = q
-    return 2 * B * H * M * k[2] * (D + v[3])
+    return 2 * B * H * M * (k[2] if keys is None else keys) * (D + v[-1])
 
 
 def backward_flop(do: Shape, q: Shape, k: Shape, v: Shape, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from torchflash.kernels.moments import even_rows, even_sum, with_sums
 from torchflash.kernels.tiles import (
+    BEYOND,
     FAR,
     LOG2E,
     accumulate,
@@ -23,6 +24,7 @@ from torchflash.kernels.tiles import (
     inner_streamed,
     load_chunk,
     load_chunks,
+    places,
     scale_rows,
     store_chunks,
     zero_chunks,
@@ -45,18 +47,27 @@ def post_of_nan(POST: tl.constexpr, b, h, m, M, N, T, S, Z, BLOCK_M: tl.constexp
 
 @triton.jit
 def forward_tile(
-    row_max, row_sum, acc, q, keys, n0, Q, K, V, K_DESC, V_DESC, T, S, Z,
+    row_max, row_sum, acc, q, keys, n0, Q, K, V, K_DESC, V_DESC, T, S, R, Z,
     q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent, threshold,
-    SCORE: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, STREAM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
+    STREAM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """(row_max, row_sum, acc) after the keys n0 … n0 + BLOCK_N; without TAIL all of them exist."""
     n = n0 + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    k_rows = n
+    v_rows = n
+    limit = N
+    # looked up ones are counted in elements
+    if ROWS is not None:
+        k_rows, v_rows = places(ROWS, b, n, N, T, S, Z, R, TAIL)
+        limit = BEYOND
+        k_n = 1
+        v_n = 1
     if STREAM:
-        s = inner_streamed(Q, m, M, q_m, q_d, K, n, N, k_n, k_d, D, STREAM, BLOCK_M, BLOCK_N, PRECISION)
+        s = inner_streamed(Q, m, M, q_m, q_d, K, k_rows, limit, k_n, k_d, D, STREAM, BLOCK_M, BLOCK_N, PRECISION)
     else:
-        k = load_chunks(K_DESC, K, b, h_k, n0, n, N, k_n, k_d, D, CHUNKS, TAIL)  # [BLOCK_N, D]
+        k = load_chunks(K_DESC, K, b, h_k, n0, k_rows, limit, k_n, k_d, D, CHUNKS, TAIL)  # [BLOCK_N, D]
         s = inner(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
     x = SCORE(s, b, h, m[:, None], n[None, :], T, S, Z)
     if TAIL:
@@ -78,23 +89,23 @@ def forward_tile(
         p = tl.where(dropout_keeps(keys[0][:, None], keys[1][:, None], keys[2][:, None], n[None, :], threshold), p, 0.0)
 
     if STREAM:
-        v = (load_chunk(V, n, N, v_n, v_d, start_v, DV, CHUNKS_V[0], False, True),)
+        v = (load_chunk(V, v_rows, limit, v_n, v_d, start_v, DV, CHUNKS_V[0], False, True),)
     else:
-        v = load_chunks(V_DESC, V, b, h_v, n0, n, N, v_n, v_d, DV, CHUNKS_V, TAIL)  # [BLOCK_N, DV]
+        v = load_chunks(V_DESC, V, b, h_v, n0, v_rows, limit, v_n, v_d, DV, CHUNKS_V, TAIL)  # [BLOCK_N, DV]
     acc = accumulate(scale_rows(acc, rescale), p.to(V.dtype.element_ty), v, PRECISION)
     return new_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward(
-    Q, K, V, OUT, LSE, Q_DESC, K_DESC, V_DESC, SEED, T, S, ORDER, COUNTS, UNEVEN, SUMS, MODERATE,
+    Q, K, V, OUT, LSE, Q_DESC, K_DESC, V_DESC, SEED, T, S, R, ORDER, COUNTS, UNEVEN, SUMS, MODERATE,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_m, o_d,
     H, GROUP_K, GROUP_V, M, N, lines, line_b, line_h, parts, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7,
     exponent, fill, huge, threshold, keep_scale,
-    SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, FILLED: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr, BODY: tl.constexpr, POST: tl.constexpr, EXACT: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNKS_V: tl.constexpr, SLICES: tl.constexpr, STREAM: tl.constexpr, RUN: tl.constexpr, FILLED: tl.constexpr,
+    ZERO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     blocks = tl.cdiv(M, BLOCK_M) * SLICES
@@ -126,8 +137,9 @@ def attention_forward(
     for i in tl.range(0, plain):
         row_max, row_sum, acc = forward_tile(
             row_max, row_sum, acc, q, keys, plain_at(ORDER, start, i, first, RUN) * BLOCK_N, q_at, k_at, v_at,
-            K_DESC, V_DESC, T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent,
-            threshold, BODY, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, False,
+            K_DESC, V_DESC, T, S, R, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent,
+            threshold, ROWS, BODY, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N,
+            False,
         )  # fmt: skip
     unit: tl.constexpr = 1.0 if EXACT else LOG2E  # of the row maximum
     # Only if a row has then not seen a score far above the fill, also the tiles that keep nothing: there the fill
@@ -139,8 +151,8 @@ def attention_forward(
         for i in tl.range(begin, end):
             row_max, row_sum, acc = forward_tile(
                 row_max, row_sum, acc, q, keys, tile_at(ORDER, start, i) * BLOCK_N, q_at, k_at, v_at, K_DESC, V_DESC,
-                T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent, threshold,
-                SCORE, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, True,
+                T, S, R, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, m, start_v, M, N, exponent, threshold,
+                ROWS, SCORE, POST, EXACT, DROPOUT, PRECISION, D, DV, CHUNKS, CHUNKS_V, STREAM, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
         if FILLED:
             needs = (m < M) & ((row_max - fill * unit > 128.0 * unit) == 0)

@@ -149,7 +149,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> bool:
             "fill": setup.form.far_fill, "huge": setup.form.huge,
             "FILLED": setup.maps is not None and setup.form.fill > -math.inf, "ZERO": setup.form.zero,
             "SCORE": setup.value("score"), "BODY": setup.value("body"), "POST": setup.post, "parts": even.parts(p.N)[1],
-            **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.dims(setup.DV), **setup.dropout,
+            **strides(q=p.q, k=p.k, v=p.v, o=out), **setup.rows, **setup.dims(setup.DV), **setup.dropout,
         }  # fmt: skip
 
     with device_guard(p.q.device):
@@ -182,6 +182,7 @@ def _forward_split(o: Operands, out: Tensor, lse: Tensor) -> bool:
         return {
             "splits": split.splits(o, last), "SCORE": setup.value("score"),
             **{name: dims[name] for name in ("D", "DV", "CHUNKS", "CHUNKS_V")}, **strides(q=p.q, k=p.k, v=p.v),
+            **setup.rows,
         }  # fmt: skip
 
     def of_split() -> dict[str, Any]:

@@ -277,6 +277,17 @@ def masked_function(kinds: tuple[str, ...], value: Expr, ranks: tuple[int, ...])
 
 
 @functools.cache
+def rows_function(program: Program, ranks: tuple[int, ...]) -> Any:
+    """The indices of the rows of keys n, a vector, as a jitted function; None where key n is row n."""
+    if not program.rows:
+        return None
+    printer = Printer(program.kind_map, ranks)
+    memo: dict[Expr, Any] = {}
+    at = [printer.cast(i, sc.interpret(i, printer, memo), "i") for i in program.rows]
+    return generated.function("rows", "b, n, T, S, Z", tuple(printer.lines), f"({', '.join(at)},)")
+
+
+@functools.cache
 def gradient_function(form: Form, which: str, ranks: tuple[int, ...], scatter: tuple[int, ...], fast: bool) -> Any:
     """The gradient for s (of the inner score or its body) or p (of post), which also adds the gradients of the captures
     in `scatter` to float32 buffers: G holds their pointers, GS their strides (at the places of S); lanes that are not

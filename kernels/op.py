@@ -7,6 +7,10 @@ q [B, H, M, D], k [B, Hk, N, D], v [B, Hv, N, Dv] with any strides; head h of q 
 z0 z1 …. `tuning` says how to run, not what to compute (torchflash/kernels/tuning.py); "" leaves it to us. `tile_map`
 is what torch.ops.torchflash.tile_map (mask.py) gives for the mask of these very programs, captures and sizes, or empty.
 
+With `rows`, keys and values are read where they lie, as in a paged cache (torchflash/kernels/rows.py): k [B, Hk, R, D]
+or [B, Hk, pages, page, D], v likewise, and key n of batch b at one or two indices, as k[t0[b, n // 16], n % 16];
+`keys` says how many there are. They are copied where a gradient is needed, and only there.
+
 Strides of the results, the same for real and fake tensors:
     out        [B, H, M, Dv] contiguous ("bhmd"), or contiguous as [B, M, H, Dv] and viewed as [B, H, M, Dv] ("bmhd")
     lse        [2, B, H, M] contiguous, float32: the row maximum of x, and Σ exp(x - maximum)
@@ -31,6 +35,8 @@ from torchflash.kernels import reference, replay, unfused
 from torchflash.kernels import tuning as tunings
 from torchflash.kernels.mask import KEYS, ORDER_KEYS, ROWS
 from torchflash.kernels.memory import empty_strided
+from torchflash.kernels.rows import gather
+from torchflash.score import Expr
 
 LAYOUTS = ("bhmd", "bmhd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -38,7 +44,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 library = torch.library.Library("torchflash", "DEF")
 library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] captures, SymInt[] sizes, str score, str keep, float fill, "
-    "str post, float dropout_p, Tensor? seed, str layout, str tuning, Tensor[] tile_map) -> (Tensor out, Tensor lse)",
+    "str post, float dropout_p, Tensor? seed, str layout, str rows, SymInt? keys, str tuning, Tensor[] tile_map) "
+    "-> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),  # those of the results follow from them
 )
 library.define(
@@ -52,13 +59,26 @@ library.define(
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], dropout_p: float, seed: Tensor | None) -> None:
-    try:
-        (B, H, _, D), (Bk, Hk, N, Dk), (Bv, Hv, Nv, _) = q.shape, k.shape, v.shape
-    except ValueError:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: Sequence[Tensor],
+    dropout_p: float,
+    seed: Tensor | None,
+    rows: Sequence[Expr],
+    keys: int | None,
+) -> None:
+    if q.dim() != 4 or not k.dim() == v.dim() == 3 + max(1, len(rows)):
+        pages = ", k and v with two indices of rows [batch, heads, pages, page, dim]" if len(rows) == 2 else ""
         raise ValueError(
-            f"torchflash::attention: q, k and v must be [batch, heads, length, dim]; got {_shapes(q, k, v)}"
-        ) from None
+            f"torchflash::attention: q, k and v must be [batch, heads, length, dim]{pages}; got {_shapes(q, k, v)}"
+        )
+    if (keys is None) != (not rows):
+        raise ValueError(f"torchflash::attention: rows and keys go together; got {len(rows)} indices, {keys} keys")
+    (B, H, _, D), (Bk, Hk, *N, Dk), (Bv, Hv, *Nv, _) = q.shape, k.shape, v.shape
+    if keys and not all(N):
+        raise IndexError(f"torchflash::attention: {keys} keys in a cache without rows; got {_shapes(q, k, v)}")
     wrong = [
         ("batch sizes must agree", not B == Bk == Bv),
         ("q and k must have one dim", D != Dk),
@@ -85,14 +105,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], dropout_
         raise ValueError("torchflash::attention: dropout needs a seed, an int64 tensor of one element")
 
 
-def _check_tile_map(q: Tensor, k: Tensor, tile_map: Sequence[Tensor]) -> None:
+def _check_tile_map(p: reference.Problem) -> None:
+    tile_map, M, N = p.tile_map, p.M, p.N
     if not tile_map:
         return
-    (B, H, M, _), N = q.shape, k.shape[2]
     lines = tile_map[0].shape[:2]
     states, rows = ((*lines, -(-M // ROWS), -(-N // KEYS)), torch.int8), ((*lines, M), torch.int8)
     order = [((*lines, 1, n), torch.int32) for n in (-(-N // ORDER_KEYS), 2)]
-    fits = len(lines) == 2 and lines[0] in (1, B) and lines[1] in (1, H) and all(x.device == q.device for x in tile_map)
+    fits = len(lines) == 2 and lines[0] in (1, p.B) and lines[1] in (1, p.H)
+    fits = fits and all(x.device == p.q.device for x in tile_map)
     if not fits or [(tuple(x.shape), x.dtype) for x in tile_map] not in ([states], [states, rows], [states, *order]):
         raise ValueError(
             f"torchflash::attention: tile_map must be what torchflash::tile_map gives for {M} queries and {N} keys, or "
@@ -178,22 +199,24 @@ def _like(
     seed: Tensor | None,
     tuning: str,
     tile_map: Sequence[Tensor],
+    rows: str = "",
+    keys: int | None = None,
 ) -> tuple[reference.Problem, list[Tensor]]:
     """The problem without its tensors, checked, and the captures on its device. What does not depend on the contents of
     tensors is found out once."""
     on = q.get_device()
     here = [c if c.get_device() == on else c.to(q.device) for c in captures]
     key = (
-        texts, dropout_p, tuning, torch._C._get_float32_matmul_precision(), *sizes, _described(q), _described(k),
-        _described(v), *[_described(c) for c in (*captures, *tile_map)], len(tile_map),
+        texts, rows, keys, dropout_p, tuning, torch._C._get_float32_matmul_precision(), *sizes, _described(q),
+        _described(k), _described(v), *[_described(c) for c in (*captures, *tile_map)], len(tile_map),
         None if seed is None else _described(seed),
     )  # fmt: skip
     known = _known.get(key)
     if known is None:
-        _check(q, k, v, captures, dropout_p, seed)
-        _check_tile_map(q, k, tile_map)
-        program = programs.read(*texts, tuple([_kind(c.dtype) for c in captures]))
-        made = reference.Problem(q, k, v, here, sizes, program, dropout_p, seed, tunings.read(tuning), tile_map)
+        program = programs.read(*texts, tuple([_kind(c.dtype) for c in captures]), rows)
+        _check(q, k, v, captures, dropout_p, seed, program.rows, keys)
+        made = reference.Problem(q, k, v, here, sizes, program, dropout_p, seed, tunings.read(tuning), keys, tile_map)
+        _check_tile_map(made)
         made.memory = {}
         known = _known[key] = made.like(None, None, None, [], None)
         if len(_known) > REMEMBERED:
@@ -231,16 +254,18 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
-    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str, tile_map: list[Tensor],
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, rows: str, keys: int | None, tuning: str,
+    tile_map: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    known, here = _like(q, k, v, captures, sizes, (score, keep, fill, post), dropout_p, seed, tuning, tile_map)
+    texts = (score, keep, fill, post)
+    known, here = _like(q, k, v, captures, sizes, texts, dropout_p, seed, tuning, tile_map, rows, keys)
     out, lse = _empty_out(q, v, layout), _empty_lse(q)
     way, tensors = _way(q, "forward", layout), (q, k, v, out, lse, *here, *tile_map, *(() if seed is None else (seed,)))
     if _replayed(known, way, tensors):
         return out, lse
     problem = known.like(q, k, v, here, seed, tile_map)
-    if not k.shape[2] or not lse.numel() or dropout_p == 1.0:
-        return out.zero_(), lse.fill_(0.0 if k.shape[2] else -torch.inf)
+    if not known.N or not lse.numel() or dropout_p == 1.0:
+        return out.zero_(), lse.fill_(0.0 if known.N else -torch.inf)
     if _unfused(problem):
         unfused.forward(problem, out, lse)
         return out, lse
@@ -322,7 +347,8 @@ for _key in ("CPU", "CUDA"):
 @torch.library.register_fake("torchflash::attention", lib=library)
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
-    post: str, dropout_p: float, seed: Tensor | None, layout: str, tuning: str, tile_map: list[Tensor],
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, rows: str, keys: int | None, tuning: str,
+    tile_map: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty_out(q, v, layout), _empty_lse(q)
 
@@ -381,13 +407,13 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, rest: Any, *captures: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sizes, score, keep, fill, post, dropout_p, layout, tuning, tile_map = rest
+        sizes, score, keep, fill, post, dropout_p, *how = rest
         out, lse = _forward_below(
-            keyset, q, k, v, list(captures), sizes, score, keep, fill, post, dropout_p, seed, layout, tuning, tile_map
+            keyset, q, k, v, list(captures), sizes, score, keep, fill, post, dropout_p, seed, *how
         )
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, seed, *captures, *tile_map)
+        ctx.save_for_backward(q, k, v, out, lse, seed, *captures, *how[-1])
         ctx.rest, ctx.captures = rest[:-1], len(captures)
         return out, lse
 
@@ -395,7 +421,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, _: Any) -> tuple[Any, ...]:
         q, k, v, out, lse, seed, *both = ctx.saved_tensors
         captures, tile_map = both[: ctx.captures], both[ctx.captures :]
-        sizes, score, keep, fill, post, dropout_p, _, tuning = ctx.rest
+        sizes, score, keep, fill, post, dropout_p, _layout, _rows, _keys, tuning = ctx.rest
         need = list(ctx.needs_input_grad[6:])
         if do is None:
             return (None,) * (6 + len(captures))
@@ -427,10 +453,25 @@ def _forward_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(f"torchflash: attention does not run inside transforms of torch.func; {PLAIN}")
-        q, k, v, captures, *rest = args
+        q, k, v, captures, *rest = _contiguous(*args)
         seed = rest.pop(6)
         return _Attention.apply(keyset, q, k, v, seed, rest, *captures)
     return _forward_below(keyset, *args)
+
+
+def _contiguous(
+    q: Tensor, k: Tensor, v: Tensor, captures: list[Tensor], sizes: list[int], score: str, keep: str, fill: float,
+    post: str, dropout_p: float, seed: Tensor | None, layout: str, rows: str, keys: int | None, *how: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same arguments with keys and values in their order, by operations that autograd knows."""
+    if keys is not None:
+        kinds = tuple([_kind(c.dtype) for c in captures])
+        at = programs.read(score, keep, fill, post, kinds, rows).rows
+        named = {f"z{i}": size for i, size in enumerate(sizes)}
+        k, v = (
+            gather(x, at, captures, named, slice(0, x.shape[0]), slice(0, x.shape[1]), slice(0, keys)) for x in (k, v)
+        )
+    return q, k, v, captures, sizes, score, keep, fill, post, dropout_p, seed, layout, "", None, *how
 
 
 def _backward_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:

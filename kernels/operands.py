@@ -54,6 +54,11 @@ class Setup(Starting):
         self.form: Form = form(p.program, not self.fast)
         self.ranks = tuple(c.dim() for c in p.captures)
         self.S = strides_and_sizes(p.captures)
+        steps = zip(p.k.shape[2:-1], p.k.stride()[2:-1], p.v.stride()[2:-1], strict=True)
+        self.rows = {
+            "ROWS": lower.rows_function(p.program, self.ranks),
+            "R": tuple(x for dim in steps for x in dim) if p.program.rows else (),
+        }
         self.sizes = dict(zip(SIZES, [*p.sizes.values(), *[0] * (MAX_SIZES - len(p.sizes))], strict=True))
         self.common = dict(
             M=p.M, N=p.N, H=p.H, GROUP_K=p.group_k, GROUP_V=p.group_v, lines=p.B * p.H, exponent=self.form.exponent,
@@ -66,7 +71,8 @@ class Setup(Starting):
         self.stream = max(self.D, self.DV) > configs.STREAM_ABOVE[self.itemsize]
         self.held = configs.STREAM_TILES[self.itemsize] if self.stream else max(self.D, self.DV)
         whole = all(configs.chunks(d) == (d,) for d in (self.D, self.DV))
-        self.hopper = whole and self.fast and not self.stream and has_tma(p.q.device)
+        together = whole and not p.program.rows  # what is read by one descriptor
+        self.hopper = together and self.fast and not self.stream and has_tma(p.q.device)
         self.post = self.value("post") if self.form.post is not None else None
         self.maps = Maps(self.form, p, self.S, self.sizes) if self.program.keep is not None else None
         self.kind = (p.q.device, p.program, self.D, self.DV, p.q.dtype, p.v.dtype, precision(p.q.dtype), p.tuning)
@@ -94,7 +100,7 @@ class Setup(Starting):
 def setup_of(p: Problem) -> Setup:
     key = (
         p.program, p.tuning, p.dropout_p, p.q.device, p.q.dtype, p.v.dtype, torch.get_float32_matmul_precision(),
-        *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures, *p.tile_map), tuple(c.dtype for c in p.captures),
+        p.N, *p.sizes.values(), layout(p.q, p.k, p.v, *p.captures, *p.tile_map), tuple(c.dtype for c in p.captures),
     )  # fmt: skip
     found = _setups.get(key)
     if found is None:
@@ -164,9 +170,10 @@ def has_tma(device: torch.device) -> bool:
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """q=… -> q_b, q_h, q_m, q_d; keys and values (k, v, dk, dv) name their rows n."""
+    """q=… -> q_b, q_h, q_m, q_d; keys and values (k, v, dk, dv) name their rows n, those of pages too."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
         axes = "bhnd" if name in ("k", "v", "dk", "dv") else "bhmd"
-        found |= {f"{name}_{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
+        outer_and_inner = x.stride()[:2] + x.stride()[-2:]
+        found |= {f"{name}_{axis}": stride for axis, stride in zip(axes, outer_and_inner, strict=True)}
     return found

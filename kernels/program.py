@@ -21,7 +21,8 @@ S, P, G = sc.name("s"), sc.name("p"), sc.name("g")
 class Program:
     """What happens to the scores. `keep` is None when no tile may be skipped; `post` is None for plain probabilities.
 
-    `score_vjp` and `post_vjp` map `s` or `p`, and each float load, to its gradient in terms of `g`.
+    `score_vjp` and `post_vjp` map `s` or `p`, and each float load, to its gradient in terms of `g`. `rows` are the
+    indices of key n in the dims of k and v between heads and D; () where that is n itself.
     """
 
     score: Expr
@@ -31,6 +32,7 @@ class Program:
     kinds: tuple[str, ...]
     score_vjp: dict[Expr, Expr]
     post_vjp: dict[Expr, Expr]
+    rows: tuple[Expr, ...] = ()
 
     @property
     def kind_map(self) -> dict[str, str]:
@@ -56,12 +58,13 @@ def fold(e: Expr) -> Expr:
 
 
 @functools.lru_cache(maxsize=4096)
-def read(score: str, keep: str, fill: float, post: str, kinds: tuple[str, ...]) -> Program:
+def read(score: str, keep: str, fill: float, post: str, kinds: tuple[str, ...], rows: str = "") -> Program:
     """Parse the texts of one attention. Raises ScoreError when a text is not a program."""
     known = kind_map(kinds)
     x, w = fold(sc.parse(score)), fold(sc.parse(post))
     kept = fold(sc.parse(keep)) if keep else None
-    for e in (x, w) + ((kept,) if kept is not None else ()):
+    at = _row_indices(rows, known) if rows else ()
+    for e in (x, w, *at) + ((kept,) if kept is not None else ()):
         missing = sorted({load.value for load in sc.loads(e)} - set(known))
         if missing:
             raise sc.ScoreError(f"the program loads {missing[0]} but there are {len(kinds)} captures: {e}")
@@ -77,11 +80,23 @@ def read(score: str, keep: str, fill: float, post: str, kinds: tuple[str, ...]) 
         kinds=kinds,
         score_vjp=sc.vjp(x, known),
         post_vjp={P: G} if w is P else sc.vjp(w, known),
+        rows=at,
     )
 
 
 def kind_map(kinds: Sequence[str]) -> dict[str, str]:
     return {f"t{i}": k for i, k in enumerate(kinds)}
+
+
+def _row_indices(text: str, kinds: dict[str, str]) -> tuple[Expr, ...]:
+    e = sc.parse(text)
+    if e.op != "load" or e.value != sc.ROWS or not 1 <= len(e.args) <= 2:
+        raise sc.ScoreError(f"rows are {sc.ROWS!r} at one or two indices, as k[t0[b, n // 16], n % 16]; got {text!r}")
+    at = tuple(fold(i) for i in e.args)
+    known = sc.names(*at)
+    if "n" not in known or known & {"s", "p", "g", "h", "m"} or any(kinds.get(t, "i") != "i" for t in known):
+        raise sc.ScoreError(f"rows follow from b, n, sizes and captured integers; got {text!r}")
+    return at
 
 
 def kinds_of(captures: Sequence[Tensor]) -> tuple[str, ...]:

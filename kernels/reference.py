@@ -19,6 +19,7 @@ from torch import Tensor
 from torchflash import score as sc
 from torchflash.kernels import philox
 from torchflash.kernels.program import P, Program, S, plain_axes
+from torchflash.kernels.rows import gather
 from torchflash.kernels.tuning import DEFAULT, Tuning
 from torchflash.score import Expr
 
@@ -49,6 +50,7 @@ class Problem:
         dropout_p: float,
         seed: Tensor | None,
         tuning: Tuning = DEFAULT,
+        keys: int | None = None,
         tile_map: Sequence[Tensor] = (),
     ):
         self.memory: dict[Any, Any] | None = None  # of those who run what differs in the contents of tensors alone
@@ -57,8 +59,8 @@ class Problem:
         self.dropout_p, self.seed, self.tuning = dropout_p, seed, tuning
         self.tile_map = tuple(tile_map)  # of torch.ops.torchflash.tile_map; empty: the kernels make their own
         self.B, self.H, self.M, _ = q.shape
-        _, heads_k, self.N, _ = k.shape
-        self.group_k = self.H // heads_k if self.H else 1
+        self.N = k.shape[2] if keys is None else keys
+        self.group_k = self.H // k.shape[1] if self.H else 1
         self.group_v = self.H // v.shape[1] if self.H else 1
 
     def like(
@@ -87,6 +89,12 @@ class Problem:
             n = min(n, max(64, TILE_ELEMENTS // (m * B * H)))
         h = min(H, TILE_ELEMENTS // (m * n * B) // together * together or together)
         return Block(min(B, max(1, TILE_ELEMENTS // (m * n * h))), h, m, n)
+
+    def keys(self, b: slice, h: slice, n: slice) -> Tensor:
+        return gather(self.k, self.program.rows, self.captures, self.sizes, b, h, n)
+
+    def values(self, b: slice, h: slice, n: slice) -> Tensor:
+        return gather(self.v, self.program.rows, self.captures, self.sizes, b, h, n)
 
     def rows(self) -> Iterator[Rows]:
         block = self.block
@@ -147,8 +155,8 @@ class Tile:
     def __init__(self, rows: Rows, n: slice):
         self.rows, self.n = rows, n
         p = rows.problem
-        self.k = p.k[rows.b, rows.h_k, n].float()
-        self.v = p.v[rows.b, rows.h_v, n].float()
+        self.k = p.keys(rows.b, rows.h_k, n).float()
+        self.v = p.values(rows.b, rows.h_v, n).float()
         self.env = {**rows.env, "n": torch.arange(n.start, n.stop, device=p.q.device)}
         self.s = times(rows.q, self.k.mT)
         self.memo: dict[Expr, Any] = {}

@@ -69,12 +69,12 @@ def store_rows(at, exists, stride_d, x, D: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_split(
-    Q, K, V, STATISTICS, ACC, K_DESC, V_DESC, T, S, ORDER, COUNTS,
+    Q, K, V, STATISTICS, ACC, K_DESC, V_DESC, T, S, R, ORDER, COUNTS,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     H, GROUP_K, GROUP_V, M, N, splits, lines, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, exponent,
-    SCORE: tl.constexpr, BODY: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, RUN: tl.constexpr, PACK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr, BODY: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, RUN: tl.constexpr,
+    PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
     split = tl.program_id(0) % splits
@@ -96,14 +96,14 @@ def attention_split(
     for i in tl.range(begin, tl.minimum(plain, end)):
         row_max, row_sum, acc = forward_tile(
             row_max, row_sum, acc, q, (), plain_at(ORDER, start, i, first, RUN) * BLOCK_N, Q, k_at, v_at,
-            K_DESC, V_DESC, T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h[:, None], h_k, h_v, m, 0, M, N, exponent, 0,
-            BODY, None, EXACT, False, PRECISION, D, DV, CHUNKS, CHUNKS_V, 0, BLOCK_M, BLOCK_N, False,
+            K_DESC, V_DESC, T, S, R, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h[:, None], h_k, h_v, m, 0, M, N, exponent, 0,
+            ROWS, BODY, None, EXACT, False, PRECISION, D, DV, CHUNKS, CHUNKS_V, 0, BLOCK_M, BLOCK_N, False,
         )  # fmt: skip
     for i in tl.range(tl.maximum(plain, begin), end):
         row_max, row_sum, acc = forward_tile(
             row_max, row_sum, acc, q, (), tile_at(ORDER, start, i) * BLOCK_N, Q, k_at, v_at,
-            K_DESC, V_DESC, T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h[:, None], h_k, h_v, m, 0, M, N, exponent, 0,
-            SCORE, None, EXACT, False, PRECISION, D, DV, CHUNKS, CHUNKS_V, 0, BLOCK_M, BLOCK_N, True,
+            K_DESC, V_DESC, T, S, R, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h[:, None], h_k, h_v, m, 0, M, N, exponent, 0,
+            ROWS, SCORE, None, EXACT, False, PRECISION, D, DV, CHUNKS, CHUNKS_V, 0, BLOCK_M, BLOCK_N, True,
         )  # fmt: skip
 
     at = ((b * H + h).to(tl.int64) * M + m) * splits + split
@@ -114,12 +114,12 @@ def attention_split(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_combine(
-    Q, K, V, OUT, LSE, STATISTICS, ACC, K_DESC, V_DESC, T, S, ORDER, COUNTS,
+    Q, K, V, OUT, LSE, STATISTICS, ACC, K_DESC, V_DESC, T, S, R, ORDER, COUNTS,
     q_b, q_h, q_m, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_m, o_d,
     H, GROUP_K, GROUP_V, M, N, splits, lines, line_b, line_h, Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7, exponent, fill, huge,
-    SCORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, FILLED: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, FILLED: tl.constexpr, ZERO: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program per row; it reads PARTS parts at the same time. Only the first of its BLOCK_M rows exists."""
     Z = (Z0, Z1, Z2, Z3, Z4, Z5, Z6, Z7)
@@ -170,8 +170,8 @@ def attention_combine(
         for i in tl.range(visited, tl.where(tl.max(needs.to(tl.int32), 0) > 0, tiles, visited)):
             row_max, row_sum, acc = forward_tile(
                 row_max, row_sum, acc, q, (), tile_at(ORDER, start, i) * BLOCK_N, Q, k_at, v_at, K_DESC, V_DESC,
-                T, S, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, rows, 0, M, N, exponent, 0,
-                SCORE, None, EXACT, False, PRECISION, D, DV, CHUNKS, CHUNKS_V, 0, BLOCK_M, BLOCK_N, True,
+                T, S, R, Z, q_m, q_d, k_n, k_d, v_n, v_d, b, h, h_k, h_v, rows, 0, M, N, exponent, 0,
+                ROWS, SCORE, None, EXACT, False, PRECISION, D, DV, CHUNKS, CHUNKS_V, 0, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
 
     is_nan = row_sum != row_sum

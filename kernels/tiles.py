@@ -13,6 +13,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 FAR: tl.constexpr = tl.constexpr(2.0**100)  # forms.FAR
+BEYOND: tl.constexpr = tl.constexpr(1 << 62)  # every place in memory
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -55,6 +56,26 @@ def load_chunks(
             out += (x,)  # type: ignore[assignment]
             at = at + CHUNKS[i]
     return out
+
+
+@triton.jit
+def places(ROWS: tl.constexpr, b, n, N, T, S, Z, R, TAIL: tl.constexpr):
+    """([BLOCK_N], [BLOCK_N]): how far in k and in v the rows of the keys n lie from those at index 0, in elements; with
+    TAIL, BEYOND for keys that do not exist. ROWS gives one or two indices, R the size and the strides in k and v of
+    each. An index that torch would refuse leads to the first or last row: nothing outside is read."""
+    at = ROWS(b, n, T, S, Z)
+    k = tl.zeros(n.shape, tl.int64)
+    v = tl.zeros(n.shape, tl.int64)
+    for i in tl.static_range(len(at)):
+        row = at[i] + tl.zeros(n.shape, tl.int32)
+        row = tl.where(row < 0, row + R[3 * i], row)
+        row = tl.minimum(tl.maximum(row, 0), R[3 * i] - 1).to(tl.int64)
+        k += row * R[3 * i + 1]
+        v += row * R[3 * i + 2]
+    if TAIL:
+        k = tl.where(n < N, k, BEYOND)
+        v = tl.where(n < N, v, BEYOND)
+    return k, v
 
 
 @triton.jit

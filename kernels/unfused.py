@@ -133,7 +133,8 @@ class Scores(Tile):
         for axis in used:
             size, follow = at[axis]
             self.env[axis] = torch.arange(size, device=p.q.device).view(size, *[1] * follow)
-        self.q, self.k = groups(p.q, p.k.shape[1]), groups(p.k, p.k.shape[1])
+        heads = p.k.shape[1]
+        self.q, self.k = groups(p.q, heads), groups(p.keys(self.rows.b, slice(0, heads), self.n), heads)
         self.s = product(self.q, self.k.mT).view(p.B, p.H, p.M, p.N)
         self.views = {load: view for load in loads(p.program) if (view := self._view(load)) is not None}
         self.memo = dict(self.views)
@@ -177,7 +178,8 @@ def indices(program: Program) -> frozenset[str]:
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fills out [B, H, M, Dv] and lse [2, B, H, M] (row maximum, sum of exp(x - maximum))."""
     tile = Scores(problem)
-    v, heads = problem.v, problem.v.shape[1]
+    heads = problem.v.shape[1]
+    v = problem.values(tile.rows.b, slice(0, heads), tile.n)
     row_max = torch.amax(tile.x, -1, out=lse[0])
     base = row_max.clamp(min=LOWEST)  # so that exp is 0, and not NaN, in a row of nothing but -inf
     p = torch.sub(tile.x, base[..., None]).exp_()

@@ -50,10 +50,21 @@ class Roles:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Where key n lies in tensors that keys and values are looked up in: `at` on the `axes` that these have in the
+    place of keys, by nodes that would otherwise copy them (`passes.paged`)."""
+
+    axes: tuple[Index, ...]
+    at: tuple[Expr, ...]
+    lookups: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
 class Attention:
     """A proven block. `root` is the node the operator replaces, `dims` the axes that each of its dims folds; `scores`
     and `post` are expressions over the axes in `roles`, with `s` for the sum of the `products` of queries and keys,
-    mostly one, and loads named after nodes. The `values` are one tensor, or several end to end."""
+    mostly one, and loads named after nodes. The `values` are one tensor, or several end to end. With `rows`, keys and
+    values are one tensor each, read where they lie."""
 
     root: Node
     dims: tuple[tuple[Index, ...], ...]
@@ -66,6 +77,7 @@ class Attention:
     scores: Expr
     post: Expr
     dropout_p: float
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -316,7 +328,7 @@ def _block(
     if keys is not None:
         factors = (Product(plain[main][0], keys, first.summed, 1.0, tuple(products[x].node for x in of_main)),)
     for o in (*(o for p in factors for o in (p.q, *p.keys)), *last):
-        if not _whole(o) and (split := _split_of(o, dims)) is not None:
+        if not is_whole(o) and (split := _split_of(o, dims)) is not None:
             return split
     axes = tuple(a for d in dims for a in d)
     roles = _roles(axes, n, factors, last, ix.expr_axes(scores) | ix.expr_axes(weights.post))
@@ -348,7 +360,7 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
         r.depends(w.scores)
         or w.dropout_p
         or w.keys is not roles.keys
-        or not _whole(weights)
+        or not is_whole(weights)
         or any(len(g) != 1 for g in (*groups, roles.columns))
         or any(_group(i) for i in weights.index)
         or any(x.op in ("where", "nan_to_num", "detach") for x in score.topological(w.post))
@@ -411,9 +423,9 @@ def _plainest(r: Reader, o: Operand, n: Index) -> Operand:
     best = o.padded(n) or o
     pads = [p[1:] for p in best.pads]
     steps = [p for s in peel_steps(r, o) if (p := s.padded(n)) is not None and [x[1:] for x in p.pads] == pads]
-    if whole := [p for p in steps if _whole(p)]:
+    if whole := [p for p in steps if is_whole(p)]:
         return whole[-1]
-    sliced = [s for p in steps if (s := p.sliced()) is not None and _whole(s)]
+    sliced = [s for p in steps if (s := p.sliced()) is not None and is_whole(s)]
     return sliced[-1] if sliced else best
 
 
@@ -427,7 +439,7 @@ def _split_of(o: Operand, dims: tuple[tuple[Index, ...], ...]) -> _Split | None:
     return _Split(parts[0].args[0], inner[parts[0].args[0]]) if parts else None
 
 
-def _whole(o: Operand) -> bool:
+def is_whole(o: Operand) -> bool:
     """Every dim is all of one axis, all groups of one, or has one element; and no axis is used twice."""
     t = tensor(o.node)
     assert t is not None
@@ -468,7 +480,7 @@ def _roles(
     has_v: frozenset[Index] = frozenset().union(*(v.axes() for v in values))
     wants = [x for p in products for x in ((p.q, p.depth), *((k, (n, *p.depth)) for k in p.keys))]
     for o, wanted in (*wants, *((v, (n,)) for v in values)):
-        if not _whole(o) or not all(w in o.index for w in wanted):
+        if not is_whole(o) or not all(w in o.index for w in wanted):
             return layout("an operand is not indexed by whole axes", o)
     columns = tuple(a for a in index if all(a in v.index for v in values) and a not in has_q | has_k | scored)
     queries = tuple(a for a in index if a in has_q and a not in has_k and a not in has_v)

@@ -58,7 +58,8 @@ class Operand:
 
     def sliced(self) -> Operand | None:
         """The slice that an index of start + step * axis, or of start + step * (axis // group), leads to in each dim,
-        with that axis or group as its index; None where the index is another."""
+        with that axis or group as its index; None where the index is another. An index that may be the whole of a group
+        stays."""
         t = tensor(self.node)
         assert t is not None
         index, parts = list(self.index), []
@@ -68,6 +69,8 @@ class Operand:
                 continue
             start, step, along = ix.affine(i)
             length = ix.ONE if along == 0 else ix.extent(along)
+            if length is None and along == i:
+                continue
             if length is None or not ix.nonnegative(step - 1):
                 return None
             last = ix.sympy.expand(start + step * (length - 1))

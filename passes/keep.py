@@ -90,7 +90,7 @@ def keep(
         described = tuple(Input(x.name, "", True, False, False) for x in inputs)
         shared = Block(record, described, None, None, f"internal error: {type(error).__name__}: {error}")
 
-    q, k, seed = call.args[0], call.args[1], call.args[10]
+    q, k, seed, keys = call.args[0], call.args[1], call.args[10], call.args[13]
     first = next(n for n in gm.graph.nodes if n in ours and n is not seed)
     if isinstance(seed, Node):
         first.prepend(seed)
@@ -106,7 +106,7 @@ def keep(
                     n.replace_input_with(outer, inner)
     last = next(n for n in reversed(gm.graph.nodes) if n in ours)
     with gm.graph.inserting_after(last):
-        left = gm.graph.call_module(_add(gm, Leave(shared)), (token, result, q, k))
+        left = gm.graph.call_module(_add(gm, Leave(shared)), (token, result, q, k, keys))
     left.meta = dict(result.meta)
     emitted.results[root] = left
 

@@ -20,6 +20,7 @@ from torchflash.score import Expr, build, const
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+LOOKUPS: dict[str, Any] = {}  # (reader, node, args, kwargs, index) -> (source, index of the source as torch indexes)
 SPLITS = frozenset(("chunk", "split", "tensor_split", "split_with_sizes", "unbind"))
 
 
@@ -85,8 +86,11 @@ def _slice_ends(k: slice, size: ix.Index) -> tuple[ix.Index, ix.Index]:
 
 @reads("index")
 def _index(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    key = tuple(slice(None) if k is None else k for k in args[1])
-    return r.read(args[0], _indexed(r, node, args[0], key, index), node)
+    return r.read(args[0], _indexed(r, node, args[0], _key_of_aten(args), index), node)
+
+
+def _key_of_aten(args: Args) -> tuple[Any, ...]:
+    return tuple(slice(None) if k is None else k for k in args[1])
 
 
 def _item_of_tuple(r: Reader, node: Node, source: Any, key: Any, index: Indices) -> Expr:
@@ -137,8 +141,37 @@ VIEWS["getitem"] = lambda r, node, args, kwargs, index: (
 )
 
 
-def _indexed(r: Reader, node: Node, source: Any, key: Any, index: Indices, plain: bool = False) -> Indices:
-    """The index into `source` of `source[key]` read at `index`; `plain` refuses indexing by tensors."""
+LOOKUPS["getitem"] = lambda r, node, args, kwargs, index: (
+    args[0],
+    _indexed(r, node, args[0], args[1], index, wrap=False),
+)
+LOOKUPS["index"] = lambda r, node, args, kwargs, index: (
+    args[0],
+    _indexed(r, node, args[0], _key_of_aten(args), index, wrap=False),
+)
+
+
+def lookup(*names: str) -> Any:
+    """Registers a lookup whose indices are never negative."""
+
+    def register(f: Any) -> Any:
+        LOOKUPS.update(dict.fromkeys(names, f))
+
+        @reads(*names)
+        def read(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+            source, at = f(r, node, args, kwargs, index)
+            return r.read(source, at, node)
+
+        return f
+
+    return register
+
+
+def _indexed(
+    r: Reader, node: Node, source: Any, key: Any, index: Indices, plain: bool = False, wrap: bool = True
+) -> Indices:
+    """The index into `source` of `source[key]` read at `index`; `plain` refuses indexing by tensors, without `wrap`
+    their negative numbers stay."""
     shape = shape_of(source)
     keys = list(key) if isinstance(key, tuple) else [key]
     if any(isinstance(value(k), bool) or isinstance(k, list) for k in keys):
@@ -179,7 +212,7 @@ def _indexed(r: Reader, node: Node, source: Any, key: Any, index: Indices, plain
             if together and not started:
                 started = True
                 at_tensors, rest = tuple(rest[:looked_up]), rest[looked_up:]
-            out.append(_looked_up(r, k, ix.broadcast(shape_of(k), at_tensors), shape[d], node, wrap=True))
+            out.append(_looked_up(r, k, ix.broadcast(shape_of(k), at_tensors), shape[d], node, wrap))
         else:
             out.append(from_end(size_of(k), shape[d]))
     return tuple(ix.at(s, i) for s, i in zip(shape, out, strict=True))
@@ -199,8 +232,8 @@ def _looked_up(r: Reader, x: Any, at: Indices, size: ix.Index, user: Node, wrap:
     return ix.opaque(e, size)
 
 
-@reads("embedding")
-def _embedding(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+@lookup("embedding")
+def _embedding(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
     of_aten = isinstance(node.target, torch._ops.OpOverload)
     a, b = args[0], argument(args, kwargs, 1, "weight")
     indices, weight = (b, a) if of_aten else (a, b)
@@ -213,20 +246,20 @@ def _embedding(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices
     if special and tensor(weight).requires_grad:  # type: ignore[union-attr]
         raise Unreadable
     i = _looked_up(r, indices, index[:-1], shape_of(weight)[0], node, wrap=False)
-    return r.read(weight, (i, index[-1]), node)
+    return weight, (i, index[-1])
 
 
-@reads("index_select")
-def _index_select(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+@lookup("index_select")
+def _index_select(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
     d = positive_dim(argument(args, kwargs, 1, "dim"), len(index))
     indices = argument(args, kwargs, 2, "index")
     at = (index[d],) if len(shape_of(indices)) else ()
     i = _looked_up(r, indices, at, shape_of(args[0])[d], node, wrap=False)
-    return r.read(args[0], (*index[:d], i, *index[d + 1 :]), node)
+    return args[0], (*index[:d], i, *index[d + 1 :])
 
 
-@reads("gather", "take_along_dim")
-def _gather(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+@lookup("gather", "take_along_dim")
+def _gather(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> View:
     name = operation(node)
     dim, indices = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
     if name == "take_along_dim":
@@ -238,4 +271,4 @@ def _gather(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -
     ):
         raise Unreadable  # broadcasts
     i = _looked_up(r, indices, index, shape[d], node, wrap=False)
-    return r.read(args[0], (*index[:d], i, *index[d + 1 :]), node)
+    return args[0], (*index[:d], i, *index[d + 1 :])

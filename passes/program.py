@@ -40,7 +40,7 @@ HUGE = 1e30  # no score is this large: adding one to a larger fill does not chan
 class Programs:
     """The operator's programs over b h m n and z0 z1 …, t0 t1 …; the nodes and tables it captures; every node that is
     read for them, and since which position in the graph it holds what was read; the size symbols the operator is
-    given; and whether a gradient reaches queries and keys at all."""
+    given; whether a gradient reaches queries and keys at all; and the indices of `Attention.rows`."""
 
     score: Expr
     keep: Expr | None
@@ -50,6 +50,7 @@ class Programs:
     reads: tuple[tuple[Node, int], ...]
     sizes: tuple[Index, ...]
     differentiates_scores: bool
+    rows: Expr | None = None
 
 
 def programs(r: Reader, block: Attention) -> Programs | Failure:
@@ -58,7 +59,8 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
         return Failure("unknown_op", "no gradient flows through part of the scores (detach or no_grad)", block.softmax)
     chooser = _Chooser(r, block)
     try:
-        chosen = [chooser.choose(e) for e in (block.scores, block.post)]
+        at = () if block.rows is None else block.rows.at
+        chosen = [chooser.choose(e) for e in (block.scores, block.post, *at)]
     except _Overwritten as e:
         (node,) = e.args
         return Failure("mutation", f"{node.name} is written in place between its use and the end of the block", node)
@@ -67,13 +69,13 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
             "unknown_op", f"a decision on a rounded value has no tensor to be loaded from: {e}", block.softmax
         )
     axes = _axis_names(block)
-    body, post = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
+    body, post, *rows = (score.substitute(e, {name(a.name): x for a, x in axes.items()}, _rebuild) for e in chosen)
     keep, fill = masked_form(body, chooser.adds_mask)
-    names = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post)))
-    symbols = _sizes_in(body, post)
+    names = list(dict.fromkeys(x.value[1:] for x in score.loads(body, post, *rows)))
+    symbols = _sizes_in(body, post, *rows)
     renamed = {name(s.name): name(f"z{i}") for i, s in enumerate(symbols)}
     targets = {n: f"t{i}" for i, n in enumerate(names)}
-    final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post)]
+    final = [None if e is None else _retarget(e, renamed, targets) for e in (body, keep, post, *rows)]
     computed: dict[str, Table | Projection] = {**chooser.tables, **r.projections}
     captures = tuple(computed[n] if n in computed else r.held[n][0] for n in names)
     inner = [x.value[1:] for c in captures if isinstance(c, Table) for x in score.loads(c.expr)]
@@ -90,8 +92,10 @@ def programs(r: Reader, block: Attention) -> Programs | Failure:
     too_large = score.check_limits(*(e for e in final if e is not None))
     if too_large:
         return Failure("too_complex", f"the score program has {too_large}", block.softmax)
-    assert final[0] is not None and final[2] is not None
-    return Programs(final[0], final[1], fill, final[2], captures, reads, symbols, _reaches_scores(final[0], captures))
+    x, keep, w, *indices = final
+    assert x is not None and w is not None
+    looked_up = score.load(score.ROWS, [i for i in indices if i is not None]) if indices else None
+    return Programs(x, keep, fill, w, captures, reads, symbols, _reaches_scores(x, captures), looked_up)
 
 
 def _reaches_scores(e: Expr, captures: Sequence[Node | Table | Projection]) -> bool:

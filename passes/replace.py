@@ -161,6 +161,7 @@ def _emit(
     qk_dtype, v_dtype = dtype or block.qk_dtype, dtype or block.v_dtype
     q, k = _queries(out, block, qk_dtype), _keys(out, block, qk_dtype)
     v = _rows(out, block.values, block, roles.columns, v_dtype)
+    rows, keys = ("", None) if programs.rows is None else (str(programs.rows), _size(out, ix.axis_size(roles.keys)))
     if not programs.differentiates_scores:  # no gradient reaches the queries and keys, and none is written for them
         q, k = (out.method("detach", x) for x in (q, k))
     device = tensor(block.root).device  # type: ignore[union-attr]
@@ -182,7 +183,7 @@ def _emit(
     map_ = _tile_map(out, r, block, programs, texts, exact, captures, sizes, shared) if wanted_on(device) else []
     both = out.call(
         torch.ops.torchflash.attention.default,
-        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, tuning, map_,
+        q, k, v, captures, sizes, *texts, block.dropout_p, seed, layout, rows, keys, tuning, map_,
     )  # fmt: skip
     node = out.call(operator.getitem, both, 0)
     if r.versions.written_between(block.root, r.versions.order[block.root], len(r.versions.order)):
@@ -283,6 +284,8 @@ def _size(out: Emitter, size: Index) -> Any:
         return functools.reduce(lambda a, b: out.call(operator.add, a, b), parts)
     if size.is_Mul:
         return functools.reduce(lambda a, b: out.call(operator.mul, a, b), parts)
+    if size.is_Pow:
+        return out.call(operator.pow, *parts)
     if isinstance(size, ix.FloorDiv):
         return out.call(operator.floordiv, *parts)
     if isinstance(size, ix.PythonMod):
@@ -336,7 +339,8 @@ def _rows(
     expand = expand or _differ(block, pieces)
     if len(pieces) > 1:
         pieces = [dataclasses.replace(o, pads=()) for o in pieces]
-    rows = [_operand(out, o, (roles.batch, roles.heads, (roles.keys,), columns), dtype, expand) for o in pieces]
+    along = [(roles.keys,)] if block.rows is None else [(axis,) for axis in block.rows.axes]
+    rows = [_operand(out, o, (roles.batch, roles.heads, *along, columns), dtype, expand) for o in pieces]
     return rows[0] if len(rows) == 1 else out.call(torch.cat, rows, 2)
 
 
@@ -348,7 +352,7 @@ def _differ(block: Attention, operands: Sequence[Operand]) -> bool:
 def _operand(
     out: Emitter, o: Operand, groups: Sequence[Sequence[Index]], dtype: torch.dtype, expand: bool = False
 ) -> Node:
-    """`o` as [batch, heads, rows, columns]: its dims permuted, missing axes inserted, groups of axes folded.
+    """`o` as [batch, heads, rows …, columns]: its dims permuted, missing axes inserted, groups of axes folded.
 
     Heads that are grouped (axis // g) or missing at the end of the heads stay so, unless `expand`; other missing axes
     are expanded.

@@ -23,9 +23,10 @@ from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
-from torchflash.passes.graph import in_place_target, operation, tensor
+from torchflash.passes.graph import in_place_target, operation, tensor, value
 from torchflash.passes.keep import keep
 from torchflash.passes.lookups import SPLITS
+from torchflash.passes.paged import paged
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
@@ -42,12 +43,14 @@ EXPONENTIALS = frozenset(("exp", "exp2"))
 
 @dataclass
 class _Candidate:
-    """The blocks that `root` is the sum of, with their programs, and what is added to them."""
+    """The blocks that `root` is the sum of, with their programs, and what is added to them. `copied`: the same with
+    keys and values copied out of what they are looked up in, where that is not done."""
 
     root: Node
     parts: tuple[tuple[Attention, Programs], ...]
     given: tuple[Given, ...]
     chain: frozenset[Node]
+    copied: _Candidate | None = None
 
 
 def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewritten | Skipped]:
@@ -163,7 +166,19 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
     for g in given:
         if any(r.versions.written_between(node, since, r.versions.order[root]) for node, since in _reads(r, g)):
             return Failure("mutation", f"what {g.softmax.name} is multiplied by is written before the end", g.softmax)
-    return _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
+    candidate = _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
+    return candidate if len(parts) + len(given) > 1 else _in_place(r, candidate) or candidate
+
+
+def _in_place(r: Reader, c: _Candidate) -> _Candidate | None:
+    """A block on keys and values where they are looked up, if nothing but the block needs what is looked up."""
+    ((block, _),) = c.parts
+    moved = paged(r, block)
+    if moved is None or moved.rows is None or isinstance(found := programs(r, moved), Failure):
+        return None
+    candidate = _Candidate(c.root, ((moved, found),), (), c.chain, copied=c)
+    needed = _alive(r, [candidate]).intersection(moved.rows.lookups)
+    return None if needed or _written_since(r, moved, found) else candidate
 
 
 def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) -> tuple[Node, ...]:
@@ -285,6 +300,9 @@ def _apply(
             calls: list[Node] | Failure = Failure("several_softmaxes", "torchflash.verify compares them one at a time")
         else:
             calls = replace(r, gm.graph, c.parts, c.given, choose_layout(c.parts[0][0]), tuning, emitted)
+            if isinstance(calls, Failure) and c.copied is not None:
+                c = c.copied
+                calls = replace(r, gm.graph, c.parts, c.given, choose_layout(c.parts[0][0]), tuning, emitted)
         if isinstance(calls, Failure):
             failures.update((block.softmax, calls) for block, _ in c.parts)
             continue
@@ -385,7 +403,10 @@ def _rewritten(block: Attention, p: Programs, operator_: Node) -> Rewritten:
     q, k, v = (dims(tensor(a)) for a in operator_.args[:3])  # type: ignore[arg-type]
     itemsize = block.qk_dtype.itemsize
     device = tensor(block.root).device  # type: ignore[union-attr]
-    runs = unfused.describe((*q[:3], k[2]), device, itemsize, tunings.read(str(operator_.args[12])))
+    if block.rows is not None:
+        keys = value(operator_.args[13])
+        k, v = ((*x[:2], keys if isinstance(keys, int) else str(keys), x[-1]) for x in (k, v))
+    runs = unfused.describe((*q[:3], k[2]), device, itemsize, tunings.read(str(operator_.args[14])))
     return Rewritten(
         **locate(block.softmax),
         score=str(p.score),
@@ -398,6 +419,7 @@ def _rewritten(block: Attention, p: Programs, operator_: Node) -> Rewritten:
         dtype=str(block.qk_dtype).removeprefix("torch."),
         bytes_saved=None if runs.startswith("unfused,") else bytes_of_scores(q, k, itemsize),
         runs=runs,
+        rows="" if p.rows is None else str(p.rows),
     )
 
 

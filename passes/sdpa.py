@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from torchflash.passes.composites import Opened, open_call
-from torchflash.passes.graph import operation, tensor
+from torchflash.passes.graph import in_place_target, operation, tensor
 
 CALL = "scaled_dot_product_attention"
 
@@ -59,13 +59,24 @@ def close_calls(gm: GraphModule, opened: list[Opened]) -> set[str]:
             o.results.replace_all_uses_with(o.call)
             closed |= {n.name for n in o.nodes if operation(n) == "softmax"}
         else:
-            gm.graph.erase_node(o.call)
+            _erase(gm, o.call)
         for n in reversed(o.nodes):
             if not n.users and not n._erased:
                 gm.graph.erase_node(n)
     if opened:
         gm.recompile()
     return closed
+
+
+def _erase(gm: GraphModule, node: Node) -> None:
+    """A call that nobody uses, and what only it used: copies of keys and values, say, that are now read in place."""
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        pure = n.op.startswith("call") and not n.is_impure() and in_place_target(n) is None
+        if pure and not n.users and not n._erased:
+            stack += n.all_input_nodes
+            gm.graph.erase_node(n)
 
 
 def _left_to_torch(node: Node, which: str) -> str:

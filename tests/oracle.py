@@ -38,6 +38,8 @@ class Inputs:
     seed: Tensor | None = None
     layout: str = "bhmd"
     tuning: str = "min_seqlen=0"  # fused at every length
+    rows: str = ""
+    keys: int | None = None
     tile_map: list[Tensor] = field(default_factory=list)
 
     def leaves(self) -> list[Tensor]:
@@ -50,9 +52,9 @@ class Inputs:
 
 def run_op(x: Inputs) -> Tensor:
     out, _ = torch.ops.torchflash.attention(
-        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, x.layout, x.tuning,
-        x.tile_map,
-    )
+        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, x.layout, x.rows,
+        x.keys, x.tuning, x.tile_map,
+    )  # fmt: skip
     return out
 
 
@@ -73,6 +75,8 @@ def eager(x: Inputs, dtype: torch.dtype | None = None) -> Tensor:
     with default_dtype(program):
         q, k, v = (t if dtype is None else t.to(dtype) for t in (x.q, x.k, x.v))
         captures = [c.to(dtype) if dtype is not None and c.is_floating_point() else c for c in x.captures]
+        if x.keys is not None:
+            k, v = (in_order(t, x) for t in (k, v))
         (B, H, M, _), N = q.shape, k.shape[2]
         k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
 
@@ -88,6 +92,17 @@ def eager(x: Inputs, dtype: torch.dtype | None = None) -> Tensor:
         if x.dropout_p:
             w = w * philox.scale(x.dropout_p, x.seed, (env["b"] * H + env["h"]) * M + env["m"], env["n"])
         return w.to(v.dtype) @ v
+
+
+def in_order(t: Tensor, x: Inputs) -> Tensor:
+    """The keys or values of a cache in their order, [B, heads, keys, D]."""
+    assert x.keys is not None
+    at, sizes = sc.parse(x.rows).args, {f"z{i}": z for i, z in enumerate(x.sizes)}
+    found = []
+    for b in range(t.shape[0]):
+        names = {**sizes, "b": torch.tensor(b), "n": torch.arange(x.keys)}
+        found.append(t[(b, slice(None), *(sc.evaluate(i, names, x.captures) for i in at))])
+    return torch.stack(found)
 
 
 def gradients(out: Tensor, leaves: Sequence[Tensor], do: Tensor) -> list[Tensor]:

@@ -266,7 +266,7 @@ def attention(inputs, tuning):
     *qkv, bias = inputs
     op = torch.ops.torchflash.attention
     score = "where(n <= m, 0.25 * s + t0[n - m + 39], -inf)"
-    out, _ = op(*qkv, [bias], [], score, "n <= m", -math.inf, "p", 0.0, None, "bhmd", tuning, [])
+    out, _ = op(*qkv, [bias], [], score, "n <= m", -math.inf, "p", 0.0, None, "bhmd", "", None, tuning, [])
     return out, *torch.autograd.grad(out.sum(), inputs)
 
 
@@ -309,7 +309,7 @@ def test_on_a_gpu(monkeypatch, tmp_path, caplog):
 
     def run(tuning):
         op = torch.ops.torchflash.attention
-        out, _ = op(q, k, v, [], [], "0.125 * s", "", -math.inf, "p", 0.0, None, "bhmd", tuning, [])
+        out, _ = op(q, k, v, [], [], "0.125 * s", "", -math.inf, "p", 0.0, None, "bhmd", "", None, tuning, [])
         return out, *torch.autograd.grad(out.float().sum(), (q, k, v))
 
     side = torch.cuda.Stream()

@@ -11,7 +11,9 @@ import torch
 from attention_cases import BF16, F16, F32
 from few_queries import WAYS as FEW
 from few_queries import few
-from oracle import INF
+from oracle import INF, Inputs
+from paged import WAYS as PAGED
+from paged import gathered, paged
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -19,7 +21,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from torchflash.kernels import even
 from torchflash.kernels import program as programs
-from torchflash.kernels.compiling import compile_launches
+from torchflash.kernels import tuning as tunings
+from torchflash.kernels.compiling import Resources, compile_launches
 from torchflash.kernels.launch import SPILLS as SPILLED_WORDS
 from torchflash.kernels.reference import Problem
 
@@ -118,6 +121,28 @@ def test_few_queries(name, dtype, D, capability):
             for r in found[kernel]:
                 assert r.spills <= 64 and not r.warnings, f"{kernel} sm_{capability}: {r}"
         assert all(r.tensor_core for r in found["attention_split"])
+
+
+def compile_forward(x: Inputs, capability: int, tuning: str = "") -> Resources:
+    program = programs.read(x.score, x.keep, x.fill, x.post, programs.kinds_of(x.captures), x.rows)
+    problem = Problem(x.q, x.k, x.v, x.captures, x.sizes, program, 0.0, None, tunings.read(tuning), x.keys)
+    found = compile_launches(problem, [False] * len(x.captures), capability, "forward")
+    return found["attention_split" if x.q.shape[2] == 1 else "attention_forward"][-1]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("M", [1, 256], ids=["few", "many"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_paged_keys(D, M, capability):
+    """They are copied asynchronously, 16 bytes at a time, like those that lie together."""
+    for way in ("pages", "heads_outside"):
+        x = paged(PAGED[way], M, 512, D, (8, 2), BF16, (512, 100))
+        r = compile_forward(x, capability)
+        assert not r.spills and not r.warnings and r.tensor_core, f"{way}: {r}"
+        alike = "forward.num_stages=2"
+        kernels = compile_forward(x, capability, alike), compile_forward(gathered(x), 80, alike)
+        copies, usual = (k.asm["ptx"].count("cp.async.cg.shared.global") for k in kernels)
+        assert copies == usual > 0, f"{way}: {copies} of {usual}"
 
 
 def test_float32_on_hopper():

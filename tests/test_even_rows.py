@@ -363,7 +363,7 @@ def test_dropout_is_drawn_for_padding_too(way: str):
 def test_statistics_are_those_of_the_scores(way: str):
     x = masked(WAYS[way], left_padded(50, 50, (37,)), BF16)
     _, (row_max, row_sum) = torch.ops.torchflash.attention(
-        x.q, x.k, x.v, x.captures, [], x.score, x.keep, x.fill, "p", 0.0, None, x.layout, x.tuning, []
+        x.q, x.k, x.v, x.captures, [], x.score, x.keep, x.fill, "p", 0.0, None, x.layout, "", None, x.tuning, []
     )
     low = float(torch.tensor(x.fill if way != "added" else MIN).to(F32))
     torch.testing.assert_close(row_max[0, :, :37], torch.full((1, 37), low))

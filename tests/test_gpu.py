@@ -263,7 +263,8 @@ def test_compiled_training():
     def step(q, k, v, t):
         out, _ = torch.ops.torchflash.attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), [t], [],
-            "where(n <= m, 0.125 * s + t0[h, n - m + 127], -inf)", "n <= m", -INF, "p", 0.0, None, "bmhd", "", [],
+            "where(n <= m, 0.125 * s + t0[h, n - m + 127], -inf)", "n <= m", -INF, "p", 0.0, None, "bmhd",
+            "", None, "", [],
         )  # fmt: skip
         return out.transpose(1, 2).flatten(2).sin().sum()
 

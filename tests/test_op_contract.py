@@ -49,7 +49,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("shape", [{}, {"H": 1}, {"M": 1}, {"B": 1, "DV": 5}], ids=str)
 def test_fake_strides_are_the_real_ones(layout, strides, shape):
     def forward_and_backward(q, k, v, t):
-        out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, layout, "", [])
+        out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, layout, "", None, "", [])
         dq, dk, dv, (dt,) = BACKWARD(
             out, q, k, v, out, lse, [t], [], [True], "0.25 * s + t0[m, n]", "", -INF, "p", 0.0, None, "", []
         )
@@ -66,8 +66,8 @@ def test_fake_strides_are_the_real_ones(layout, strides, shape):
 
 def test_out_layouts():
     q, k, v = tensors()
-    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", [])[0].is_contiguous()
-    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bmhd", "", [])[0].transpose(1, 2).is_contiguous()
+    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])[0].is_contiguous()
+    assert OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bmhd", "", None, "", [])[0].transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["causal", "bias", "documents", "grouped", "dropout", "pair_bias", "window"])
@@ -75,12 +75,13 @@ def test_opcheck(name):
     x = build(BY_NAME[name])
     for leaf in x.leaves():
         leaf.requires_grad_()
-    args = (x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bmhd", "", [])
+    texts = (x.score, x.keep, x.fill, x.post)
+    args = (x.q, x.k, x.v, x.captures, x.sizes, *texts, x.dropout_p, x.seed, "bmhd", "", None, "", [])
     torch.library.opcheck(OP.default, args)
     out, lse = (t.detach() for t in OP(*args))
     need = [c.is_floating_point() for c in x.captures]
     plain = [t.detach() for t in (x.q, x.k, x.v)]
-    args = (out, *plain, out, lse, [c.detach() for c in x.captures], x.sizes, need, *args[5:11], "")
+    args = (out, *plain, out, lse, [c.detach() for c in x.captures], x.sizes, need, *args[5:11], "", [])
     torch.library.opcheck(BACKWARD.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -102,6 +103,8 @@ def test_compiled_training_with_changing_lengths_is_one_graph():
             None,
             "bmhd",
             "",
+            None,
+            "",
         )
         return out.sin().sum()
 
@@ -118,7 +121,7 @@ def test_compiled_training_with_changing_lengths_is_one_graph():
 def test_empty(shape):
     q, k, v = (x.requires_grad_() for x in tensors(**shape))
     t = torch.randn(11, requires_grad=True)
-    out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[n]", "", -INF, "p", 0.0, None, "bmhd", "", [])
+    out, lse = OP(q, k, v, [t], [], "0.25 * s + t0[n]", "", -INF, "p", 0.0, None, "bmhd", "", None, "", [])
     assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == (2, *q.shape[:3])
     if "N" in shape:
         assert not out.count_nonzero()
@@ -130,8 +133,8 @@ def test_gradients_only_where_needed():
     q, k, v = tensors()
     q.requires_grad_()
     a, b = torch.randn(4), torch.randn(4, requires_grad=True)
-    score = "0.25 * s + (t0[h] + t1[h]) * float(n)"
-    out, lse = OP(q, k, v, [a, b], [], score, "", -INF, "p", 0.0, None, "bhmd", "", [])
+    text = "0.25 * s + (t0[h] + t1[h]) * float(n)"
+    out, lse = OP(q, k, v, [a, b], [], text, "", -INF, "p", 0.0, None, "bhmd", "", None, "", [])
     assert not lse.requires_grad
     out.sum().backward()
     assert q.grad is not None and a.grad is None and b.grad is not None
@@ -139,7 +142,7 @@ def test_gradients_only_where_needed():
 
 def test_double_backward_raises():
     q, k, v = (x.requires_grad_() for x in tensors())
-    out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", [])
+    out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])
     (g,) = torch.autograd.grad(out.sin().sum(), [q], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(g.sum(), [q])
@@ -150,7 +153,7 @@ def test_forward_mode_raises(which):
     q, k, v = tensors()
 
     def attention(x):
-        return OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", [])[0]
+        return OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])[0]
 
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         if which == "jvp":
@@ -174,7 +177,7 @@ def test_forward_mode_raises_in_compiled_code():
 def test_transforms_raise(transform):
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match=r"transforms of torch.func; write this attention in plain torch"):
-        transform(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", [])[0].sum())(q)
+        transform(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])[0].sum())(q)
 
 
 @pytest.mark.parametrize("wanted", ["none", "q", "v", "capture"])
@@ -186,7 +189,7 @@ def test_the_tape_is_kept_where_something_needs_it(wanted):
         leaves[wanted].requires_grad_()
 
     def attention():
-        return OP(q, k, v, [t], [], "0.25 * s + t0[h] * float(n)", "", -INF, "p", 0.0, None, "bhmd", "", [])
+        return OP(q, k, v, [t], [], "0.25 * s + t0[h] * float(n)", "", -INF, "p", 0.0, None, "bhmd", "", None, "", [])
 
     out, lse = attention()
     assert out.requires_grad == (wanted != "none") and not lse.requires_grad
@@ -212,7 +215,7 @@ def test_modes_see_the_op_after_plain_calls(grad):
     q, k, v = (x.requires_grad_(grad) for x in tensors())
 
     def step():
-        out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", [])
+        out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])
         return out, torch.autograd.grad(out.sum(), [q]) if grad else None
 
     before = step()
@@ -220,9 +223,9 @@ def test_modes_see_the_op_after_plain_calls(grad):
         torch.testing.assert_close(step(), before)
     assert OP.default in seen and (BACKWARD.default in seen) == grad
     with FakeTensorMode() as mode:
-        out, _ = OP(*(mode.from_tensor(x) for x in (q, k, v)), [], [], *CAUSAL, 0.0, None, "bhmd", "", [])
+        out, _ = OP(*(mode.from_tensor(x) for x in (q, k, v)), [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])
         assert type(out) is not torch.Tensor
-    out, _ = OP(*(x.to("meta") for x in (q, k, v)), [], [], *CAUSAL, 0.0, None, "bhmd", "", [])
+    out, _ = OP(*(x.to("meta") for x in (q, k, v)), [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])
     assert out.device.type == "meta"
     torch.testing.assert_close(step(), before)
 
@@ -230,10 +233,10 @@ def test_modes_see_the_op_after_plain_calls(grad):
 def test_results_may_be_written_in_place():
     q, k, v = (x.requires_grad_() for x in tensors())
     for layout in ("bhmd", "bmhd"):
-        out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "", [])
+        out, _ = OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "", None, "", [])
         out.mul_(2.0).sum()
         with torch.no_grad():
-            OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "", [])[0].mul_(2.0)
+            OP(q, k, v, [], [], *CAUSAL, 0.0, None, layout, "", None, "", [])[0].mul_(2.0)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
@@ -261,12 +264,12 @@ def test_transforms_of_what_is_compiled_run_it_uncompiled(warm):
 def test_vmap_raises():
     q, k, v = tensors()
     with pytest.raises(NotImplementedError, match="vmap over attention is not supported"):
-        torch.vmap(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", [])[0])(q[None])
+        torch.vmap(lambda x: OP(x, k, v, [], [], *CAUSAL, 0.0, None, "bhmd", "", None, "", [])[0])(q[None])
 
 
 def refused(kind, match, q, k, v, captures=(), programs=CAUSAL, dropout_p=0.0, seed=None, layout="bhmd"):
     with pytest.raises(kind, match=match) as found:
-        OP(q, k, v, list(captures), [], *programs, dropout_p, seed, layout, "")
+        OP(q, k, v, list(captures), [], *programs, dropout_p, seed, layout, "", None, "", [])
     assert "\n" not in str(found.value)
 
 
@@ -309,7 +312,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(heads, dtype):
     slopes = torch.randn(heads, requires_grad=True)
     programs = ("where(n <= m, 0.25 * s + t0[h] * float(n - m), -inf)", "n <= m", -INF, "p")
     with LargestTemporary() as seen:
-        out, _ = OP(q, k, v, [slopes], [], *programs, 0.1, torch.tensor([5]), "bmhd", "")
+        out, _ = OP(q, k, v, [slopes], [], *programs, 0.1, torch.tensor([5]), "bmhd", "", None, "", [])
         out.sum().backward()
     assert seen.largest <= S * S // 4
 
@@ -318,7 +321,7 @@ def test_a_gradient_as_large_as_the_scores_is_the_only_tensor_of_its_size():
     S = 1024
     q, k, v = (torch.randn(2, 2, S, 8).half().requires_grad_() for _ in range(3))
     bias = torch.randn(2, S, S).half().requires_grad_()
-    out = OP(q, k, v, [bias], [], "0.25 * s + t0[h, m, n]", "", -INF, "p", 0.0, None, "bhmd", "", [])[0]
+    out = OP(q, k, v, [bias], [], "0.25 * s + t0[h, m, n]", "", -INF, "p", 0.0, None, "bhmd", "", None, "", [])[0]
 
     class Count(LargestTemporary):
         found = 0
@@ -343,7 +346,7 @@ import sys
 sys.modules["triton"] = None
 import torch, torchflash.kernels
 q, k, v = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-out, _ = torch.ops.torchflash.attention(q, k, v, [], [], "0.5 * s", "", 0.0, "p", 0.0, None, "bhmd", "", [])
+out, _ = torch.ops.torchflash.attention(q, k, v, [], [], "0.5 * s", "", 0.0, "p", 0.0, None, "bhmd", "", None, "", [])
 out.sum().backward()
 torch.testing.assert_close(out, (0.5 * (q @ k.mT)).softmax(-1) @ v)
 """
@@ -359,7 +362,7 @@ def test_the_same_call_gives_the_same_bits():
 
 def test_autocast_does_not_reach_inside():
     q, k, v = (torch.randn(2, 2, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    arguments = (q, k, v, [], [], "0.25 * s", "", 0.0, "p", 0.0, None, "bhmd", "", [])
+    arguments = (q, k, v, [], [], "0.25 * s", "", 0.0, "p", 0.0, None, "bhmd", "", None, "", [])
     expected = torch.ops.torchflash.attention(*arguments)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(torch.ops.torchflash.attention(*arguments)[0], expected)

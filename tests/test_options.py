@@ -127,7 +127,7 @@ class TestTuning:
     def test_the_op_refuses_what_is_not_a_tuning(self, text):
         q = torch.randn(1, 1, 2, 2)
         with pytest.raises(ValueError, match="is not a tuning: ") as caught:
-            torch.ops.torchflash.attention(q, q, q, [], [], "s", "", 0.0, "p", 0.0, None, "bhmd", text, [])
+            torch.ops.torchflash.attention(q, q, q, [], [], "s", "", 0.0, "p", 0.0, None, "bhmd", "", None, text, [])
         assert "\n" not in str(caught.value)
 
     def test_is_part_of_the_cache_key(self):

@@ -66,10 +66,10 @@ def forward_and_backward(x: Inputs, forward: str, backward: str) -> list[Tensor]
     """out and all gradients, each half of the op with a tuning of its own."""
     torch.manual_seed(1)
     rest = (x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed)
-    out, lse = OP(x.q, x.k, x.v, x.captures, x.sizes, *rest, x.layout, forward)
+    out, lse = OP(x.q, x.k, x.v, x.captures, x.sizes, *rest, x.layout, "", None, forward, [])
     do = torch.randn(out.shape).to(out.dtype)
     need = [c.is_floating_point() for c in x.captures]
-    dq, dk, dv, rest = BACKWARD(do, x.q, x.k, x.v, out, lse, x.captures, x.sizes, need, *rest, backward)
+    dq, dk, dv, rest = BACKWARD(do, x.q, x.k, x.v, out, lse, x.captures, x.sizes, need, *rest, backward, [])
     return [out, lse, dq, dk, dv, *rest]
 
 
@@ -109,8 +109,10 @@ def test_it_never_waits_for_the_device(case: Case):
     rest = (program.read(x.score, x.keep, x.fill, x.post, kinds), x.dropout_p, x.seed)
     problem = reference.Problem(x.q, x.k, x.v, x.captures, x.sizes, *rest)
     need = [c.is_floating_point() for c in x.captures]
-    texts = (x.score, x.keep, x.fill, x.post)
-    out, lse = OP(x.q, x.k, x.v, x.captures, x.sizes, *texts, x.dropout_p, x.seed, "bhmd", "", [])
+    out, lse = OP(
+        x.q, x.k, x.v, x.captures, x.sizes, x.score, x.keep, x.fill, x.post, x.dropout_p, x.seed, "bhmd", "", None, "",
+        [],
+    )
     with NothingFromTheHost():
         unfused.forward(problem, torch.empty_like(out), torch.empty_like(lse))
         unfused.backward(problem, out, out, lse, *(torch.empty_like(t) for t in (x.q, x.k, x.v)), need)

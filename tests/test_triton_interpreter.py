@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import BF16, CASES, F16, F32, Case, build
 from few_queries import WAYS, few
 from oracle import INF, Inputs, check, eager, run_op, within_budget
+from paged import WAYS as PAGED
+from paged import paged
 
 from torchflash import score as sc
 
@@ -90,9 +93,9 @@ def test_row_statistics_are_those_of_the_scores(score: str):
     """Whatever the kernels put in the place of a huge fill: maximum and sum are the scores' own."""
     x = finfo_rows(score)
     _, (row_max, row_sum) = torch.ops.torchflash.attention(
-        x.q, x.k, x.v, [], [], x.score, x.keep if "where" in score else "", x.fill, "p", 0.0, None, x.layout, x.tuning,
-        [],
-    )
+        x.q, x.k, x.v, [], [], x.score, x.keep if "where" in score else "", x.fill, "p", 0.0, None, x.layout, "",
+        None, x.tuning,
+    )  # fmt: skip
     env = {"s": x.q.float() @ x.k.float().mT, "m": torch.arange(20)[:, None], "n": torch.arange(24)}
     scores = sc.evaluate(sc.parse(x.score), env, [], torch.float32)
     torch.testing.assert_close(row_max, scores.amax(-1))
@@ -335,6 +338,47 @@ def test_few_queries(name: str, monkeypatch):
     for M, D, heads in shapes:
         check(few(WAYS[name], M, D, heads, F32), slack=4.0)
     assert len(taken) == len(shapes) * WAYS[name].split
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [*((way, "lengths") for way in PAGED), ("pages", "all"), ("pages", "empty"), ("pages", "empty_finite")],
+)
+def test_paged_keys(way: str, kind: str, monkeypatch):
+    """By the kernel of few queries, with its combination, and by the usual one."""
+    from torchflash.kernels import launch
+
+    taken = []
+    split = launch._forward_split
+    monkeypatch.setattr(launch, "_forward_split", lambda *args: taken.append(1) or split(*args))
+    for M, N, D in ((2, 520, 16), (20, 75, 20)):
+        lengths = {"all": None, "lengths": (N - 5, 23), "empty": (0, N), "empty_finite": (0, N)}[kind]
+        x = paged(PAGED[way], M, N, D, (4, 2), F32, lengths)
+        if kind == "empty_finite":
+            x = replace(x, score="where(n < t1[b], 0.25 * s, -1e9)", fill=-1e9)
+        within_budget("out", run_op(x), eager(x, F64), eager(x))
+    assert len(taken) == 1
+
+
+@interpreted
+@pytest.mark.parametrize(("D", "dtype"), [(80, BF16), (72, F32), (300, BF16)], ids=["chunks", "streamed", "streamed16"])
+def test_paged_keys_of_any_dimension(D, dtype):
+    x = paged(PAGED["heads_outside"], 18, 70, D, (2, 1), dtype, (70, 50))
+    within_budget("out", run_op(x), eager(x, F64), eager(x))
+
+
+@interpreted
+@pytest.mark.parametrize(("M", "N"), [(2, 512), (20, 64)], ids=["few", "many"])
+def test_pages_that_do_not_exist_are_not_read(M: int, N: int):
+    x = paged(PAGED["pages"], M, N, 16, (4, 2), F32)
+    for name in ("k", "v"):
+        around = torch.full((3, *getattr(x, name)[0].shape), float("nan"))
+        around[1] = getattr(x, name)[0]
+        setattr(x, name, around[1][None].expand_as(getattr(x, name)))
+    pages = x.k.shape[2]
+    x.captures[0][0, :4] = torch.tensor([pages, 2**40, -pages - 1, -(2**40)])
+    assert run_op(x).isfinite().all()
 
 
 @interpreted

@@ -113,13 +113,13 @@ def attention(
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=q.device) if dropout_p else None
     op = torch.ops.torchflash.attention
     tile_map = _tile_map(q, k, v, captures, sizes, texts)
-    out, statistics = op(q, k, v, captures, sizes, *texts, float(dropout_p), seed, layout, "", tile_map)
+    out, statistics = op(q, k, v, captures, sizes, *texts, float(dropout_p), seed, layout, "", None, "", tile_map)
     out = out.reshape(*lead, M, v.shape[-1])
     if not return_lse:
         return out
     if dropout_p == 1.0:  # of which the operator makes nothing, not even scores
         with torch.no_grad():
-            _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "", tile_map)
+            _, statistics = op(q, k, v, captures, sizes, *texts, 0.0, None, layout, "", None, "", tile_map)
     return out, (statistics[0] + statistics[1].clamp(min=0.0).log()).reshape(*lead, M)
 
 

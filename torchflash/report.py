@@ -73,7 +73,7 @@ class Rewritten(Record):
     score, keep, post: the score programs. q, k, v: shapes [B, H, M, D], [B, Hk, N, D], [B, Hv, N, Dv] of the op.
     dtype: of q and k, such as "float32". bytes_saved: of the scores and probabilities that no longer exist, forward;
     None if a size is symbolic or they exist after all. runs: "fused", or when unfused, as short sequences do where that
-    is faster. note: anything else worth reading.
+    is faster. note: anything else worth reading. rows: where keys and values are read, if not in their order.
     """
 
     score: str
@@ -87,6 +87,7 @@ class Rewritten(Record):
     bytes_saved: int | None = None
     runs: str = "fused"
     note: str = ""
+    rows: str = ""
 
     @property
     def heads(self) -> str:
@@ -111,6 +112,7 @@ class Rewritten(Record):
             ratio = f" {heads[0] // heads[1]}:1" if whole else ""  # type: ignore[operator]
             words.append("MQA" if heads[1] == 1 else f"GQA{ratio}")
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
+        words += ["paged keys"] if self.rows else []
         return ", ".join(words)
 
     def __str__(self) -> str:
@@ -125,6 +127,7 @@ class Rewritten(Record):
         rows += [f"score  {self.score}"]
         rows += [f"keep   {self.keep}"] if self.keep else []
         rows += [f"post   {self.post}"] if self.post != "p" else []
+        rows += [f"rows   {self.rows}"] if self.rows else []
         rows += [f"runs   {self.runs}"] if self.runs != "fused" else []
         rows += [f"note   {self.note}"] if self.note else []
         return "\n           ".join(rows)

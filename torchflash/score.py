@@ -11,6 +11,7 @@ algebra: evaluation by torch (`evaluate`), bounds over index intervals (`bounds`
 
 Names: `s` raw dot product q·k (float), `p` probability (float; only in `post` programs), `b h m n` batch, head, query
 and key index (int), `z0 z1 …` sizes (int), `t0[i, j] …` captured tensors at integer indices (`t0[()]` when 0-d).
+A program of rows is `k` at one or two indices: where key n of batch b lies (torchflash/kernels/op.py).
 Floats are float32, ints int64. `/` divides floats; `//` and `%` round towards minus infinity as in Python and torch;
 `int32` is what 32 bits hold of an int.
 """
@@ -58,6 +59,7 @@ _OTHERS = frozenset(("where", "abs", "minimum", "maximum", "int", "int32", "bool
 FUNCTIONS = FLOAT_FUNCTIONS | ROUNDING | _OTHERS
 ARITY = {"where": 3, "minimum": 2, "maximum": 2}
 INDEX_NAMES = frozenset("bhmn")
+ROWS = "k"  # what a program of rows reads: k[t0[b, n // 16], n % 16]
 
 
 class ScoreError(ValueError):
@@ -284,6 +286,10 @@ def parse(text: str) -> Expr:
     return _expr(body[-1].value, scope)
 
 
+def _is_tensor(target: str) -> bool:
+    return target == ROWS or (target[0] == "t" and target[1:].isdigit())
+
+
 def _expr(node: ast.expr, scope: Mapping[str, Expr]) -> Expr:
     def sub(x: ast.expr) -> Expr:
         return _expr(x, scope)
@@ -310,7 +316,7 @@ def _expr(node: ast.expr, scope: Mapping[str, Expr]) -> Expr:
             return call(_BINOPS[type(node.op)], sub(node.left), sub(node.right))
         case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARES:
             return call(_COMPARES[type(op)], sub(node.left), sub(right))
-        case ast.Subscript(value=ast.Name(id=target)) if target[0] == "t" and target[1:].isdigit():
+        case ast.Subscript(value=ast.Name(id=target)) if _is_tensor(target):
             items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             return load(target, [sub(i) for i in items])
         case ast.Call(func=ast.Name(id=f), keywords=[]) if f in FUNCTIONS and len(node.args) == ARITY.get(f, 1):

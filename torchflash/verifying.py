@@ -213,15 +213,15 @@ class Enter(nn.Module):
 
 
 class Leave(nn.Module):
-    """The operator's result as it is, compared; q and k are those of the operator."""
+    """The operator's result as it is, compared; q, k and keys are those of the operator."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
         self.block = block
 
     @torch._disable_dynamo
-    def forward(self, call: Call, out: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        call.shape = (*q.shape[:3], k.shape[2])
+    def forward(self, call: Call, out: Tensor, q: Tensor, k: Tensor, keys: int | None) -> Tensor:
+        call.shape = (*q.shape[:3], k.shape[2] if keys is None else keys)
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes it
             call.compare_forward(out)
         call.inputs = ()

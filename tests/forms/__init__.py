@@ -1,6 +1,6 @@
 """Attention as people write it: `FORMS` by name."""
 
-from forms import biases, layouts, masks, parts, softmaxes, surroundings, traps
+from forms import biases, layouts, masks, parts, softmaxes, surroundings, traps, unordered
 from forms.registry import FORMS, Form, check, make
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "softmaxes",
     "surroundings",
     "traps",
+    "unordered",
 ]
