@@ -34,6 +34,7 @@ from torchflash.score import Expr, build, const, name
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_PIECES = 8
+MAX_FACTORS = 3  # behind the contraction with the values
 CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
 
 
@@ -116,15 +117,15 @@ def _prove(
         block = _in_pieces(r, root, dims, probabilities)
         return ((block,), ()) if isinstance(block, Attention) else block
     index = tuple(ix.fold(d) for d in dims)
-    second, factor = _second(r, root, index, probabilities)
+    second, behind = _second(r, root, index, probabilities)
     if second is None or len(second.summed) != 1:
         return None
     if operation(second.node) in ("baddbmm", "addmm"):
         return Failure(
             "unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node
         )
-    failure: Failure | _Split | None = None
-    for v, found in _sides(r, second, probabilities, factor, "/" if operation(root) == "div" else "*"):
+    failure: Failure | None = None
+    for v, found in _sides(r, second, probabilities, behind):
         if isinstance(found, Failure):
             failure = failure or found
             continue
@@ -142,15 +143,14 @@ def _sides(
     r: Reader,
     second: Contraction,
     probabilities: frozenset[Node],
-    factor: Expr | None = None,
-    op: str = "*",
+    behind: tuple[tuple[str, Expr], ...] = (),
 ) -> Iterator[tuple[Operand, tuple[Weights, ...] | Failure]]:
-    """The operand that may be values, and what softmaxes the other one, with the factor, is the sum of."""
+    """The operand that may be values, and what softmaxes the other one, with the factors behind, is the sum of."""
     for side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
         if side.node not in probabilities:
             continue
         weights = r.read(side.node, side.index, side.user)
-        if factor is not None:
+        for op, factor in behind:
             weights = build(op, weights, factor)
         if r.depends(weights):
             yield v, find_softmaxes(r, weights, second.summed[0], second.node)
@@ -198,25 +198,36 @@ def addends(r: Reader, x: Node) -> list[Node]:
 
 
 def _second(
-    r: Reader, root: Node, index: Indices, probabilities: frozenset[Node]
-) -> tuple[Contraction | None, Expr | None]:
-    """The contraction with the values that `root` is, or that `root` divides by a normaliser or multiplies with the
-    part that a sink leaves; and this divisor or factor."""
-    if operation(root) in CONTRACTIONS:
-        return contraction(r, Dot(root, index), "n"), None
-    for inner, other in factors(r, root):
+    r: Reader, x: Any, index: Indices, probabilities: frozenset[Node], depth: int = MAX_FACTORS
+) -> tuple[Contraction | None, tuple[tuple[str, Expr], ...]]:
+    """The contraction with the values that `x` is, or that it divides by a normaliser or multiplies with the part that
+    a sink leaves; and these divisors and factors, the innermost first."""
+    while isinstance(x, Node) and tensor(x) is not None:
+        args, kwargs = r.arguments(x)
+        if operation(x) in CONTRACTIONS:
+            dot = contracted(r, x, index, probabilities)
+            return (None if dot is None else contraction(r, dot, "n")), ()
+        if operation(x) in CASTS:
+            x = args[0]
+        elif (step := VIEWS.get(operation(x))) is not None:
+            x, index = step(r, x, args, kwargs, index)
+        else:
+            break
+    for inner, other in factors(r, x) if depth else ():
         t, result = tensor(other), tensor(inner)
         if t is None or result is None:
             continue
-        found = contracted(r, inner, ix.broadcast(ix.shape_of(result), index), probabilities)
-        if found is not None:
-            return contraction(r, found, "n"), r.read(other, ix.broadcast(ix.shape_of(t), index), root)
-    return None, None
+        at = ix.broadcast(ix.shape_of(result), index)
+        second, behind = _second(r, inner, at, probabilities, depth - 1)
+        if second is not None:
+            factor = r.read(other, ix.broadcast(ix.shape_of(t), index), x)
+            return second, (*behind, ("/" if operation(x) == "div" else "*", factor))
+    return None, ()
 
 
-def factors(r: Reader, node: Node) -> tuple[tuple[Any, Any], ...]:
+def factors(r: Reader, node: Any) -> tuple[tuple[Any, Any], ...]:
     """(numerator, divisor) of a division, (factor, other factor) of a product both ways round."""
-    if operation(node) not in ("div", "mul"):
+    if not isinstance(node, Node) or operation(node) not in ("div", "mul"):
         return ()
     args, kwargs = r.arguments(node)
     a, b = args[0], argument(args, kwargs, 1, "other")

@@ -20,7 +20,7 @@ from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
+from torchflash.passes.attention import CASTS, MAX_FACTORS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor
@@ -83,8 +83,8 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
 
 
 def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
-    names = [operation(n) for n in gm.graph.nodes]
-    if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
+    names = {operation(n) for n in gm.graph.nodes}
+    if not CONTRACTIONS & names or not (ANCHORS & names or any(map(_is_exponential, gm.graph.nodes))):
         return [
             _skip(n, Failure("no_values", "the graph contracts nothing"))
             for n in gm.graph.nodes
@@ -101,12 +101,18 @@ def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipp
         return [_skip(n, failure) for n in gm.graph.nodes if operation(n) in ANCHORS]
 
 
+def _is_exponential(node: Node) -> bool:
+    """exp(x), or a number to the power x."""
+    name = operation(node)
+    return name in EXPONENTIALS or (name == "pow" and bool(node.args) and not isinstance(node.args[0], Node))
+
+
 def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
     """Nodes that may hold probabilities: what follows a softmax or an exponential by operations the reader knows."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         name = operation(node)
-        if name in ANCHORS | EXPONENTIALS:
+        if name in ANCHORS or _is_exponential(node):
             found.add(node)
         elif (name in HANDLERS or name in SPLITS) and name not in CONTRACTIONS:
             args, kwargs = r.arguments(node)
@@ -122,8 +128,8 @@ def _candidates(
     failures: dict[Node, Failure] = {}  # softmax -> why
     proven: set[Node] = set()
     for root in gm.graph.nodes:
-        inner = _second_contractions(r, root, probabilities)
-        if not inner or (operation(root) == "div" and inner[0] in proven):
+        inner = _second_contractions(r, root, probabilities, proven)
+        if not inner:
             continue
         try:
             found = _candidate(r, root, probabilities)
@@ -166,9 +172,11 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
     return _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
 
 
-def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) -> tuple[Node, ...]:
+def _second_contractions(
+    r: Reader, node: Node, probabilities: frozenset[Node], proven: set[Node], depth: int = MAX_FACTORS
+) -> tuple[Node, ...]:
     """The contractions of probabilities with values that a block ending in `node` would have: itself, what it divides,
-    what it multiplies with a function of logsumexp, what it adds."""
+    what it multiplies with a function of the weights, what it adds. `proven`: those that are blocks without."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
         return ()
@@ -177,32 +185,36 @@ def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) 
     if name in CONTRACTIONS:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
         return (node,) if any(isinstance(a, Node) and a in probabilities for a in inputs) else ()
-    if name == "add":
-        found = [_inside(r, x, probabilities) for x in addends(r, node)]
+    if name in ("add", "sub"):
+        pieces = addends(r, node)
+        found = [_inside(r, x, probabilities, proven, 0) for x in pieces] if len(pieces) > 1 else []
         return tuple(x for f in found for x in f) if all(found) else ()
-    for inner, other in factors(r, node):
+    for inner, other in factors(r, node) if depth else ():
         # (exp(x) @ v) / Σ exp(x), (softmax(x) @ v) * sigmoid(logsumexp(x) - sink)
-        if (x := _inside(r, inner, probabilities)) and (name == "div" or _from_logsumexp(r, other)):
+        x = _inside(r, inner, probabilities, proven, depth - 1)
+        if x and ((name == "div" and x[0] not in proven) or _of_weights(r, other, probabilities)):
             return x
     return ()
 
 
-def _inside(r: Reader, x: Any, probabilities: frozenset[Node]) -> tuple[Node, ...]:
-    """The contraction that `x` is but for casts and views."""
+def _inside(
+    r: Reader, x: Any, probabilities: frozenset[Node], proven: set[Node], depth: int
+) -> tuple[Node, ...]:
+    """The contraction that `x` is but for casts, views and factors."""
     while isinstance(x, Node) and operation(x) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
         x = r.arguments(x)[0][0]
-    if not isinstance(x, Node) or operation(x) not in CONTRACTIONS:
+    if not isinstance(x, Node) or operation(x) not in CONTRACTIONS | {"mul", "div"}:
         return ()
-    return _second_contractions(r, x, probabilities)
+    return _second_contractions(r, x, probabilities, proven, depth)
 
 
-def _from_logsumexp(r: Reader, x: Any) -> bool:
+def _of_weights(r: Reader, x: Any, probabilities: frozenset[Node]) -> bool:
     stack, seen = [x], set[Node]()
     while stack:
         node = stack.pop()
         if not isinstance(node, Node) or node in seen or operation(node) not in HANDLERS.keys() - CONTRACTIONS:
             continue
-        if operation(node) == "logsumexp":
+        if operation(node) == "logsumexp" or node in probabilities:
             return True
         seen.add(node)
         stack += torch.utils._pytree.tree_leaves(r.arguments(node))
@@ -222,7 +234,7 @@ def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> li
         seen.add(node)
         if operation(node) in ANCHORS:
             calls.append(node)
-        elif operation(node) in EXPONENTIALS:
+        elif _is_exponential(node):
             exponentials.append(node)
         args, kwargs = r.arguments(node)
         queue += [a for a in (*args, *kwargs.values()) if isinstance(a, Node)]
