@@ -113,7 +113,7 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
 ) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
-    if operation(root) == "add":
+    if operation(root) in ("add", "sub"):
         block = _in_pieces(r, root, dims, probabilities)
         return ((block,), ()) if isinstance(block, Attention) else block
     index = tuple(ix.fold(d) for d in dims)
@@ -131,11 +131,14 @@ def _prove(
             continue
         parts = [_block(r, root, dims, second, (_values(v, second.summed[0], w),), w) for w in found]
         blocks = tuple(b for b in parts if isinstance(b, Attention))
-        others = [g for b, w in zip(parts, found, strict=True) if not isinstance(b, Attention)
-                  and (g := _given(r, b, w, blocks)) is not None]  # fmt: skip
-        if blocks and len(blocks) + len(others) == len(parts):
-            return blocks, tuple(others)
-        failure = failure or next(b for b in parts if not isinstance(b, Attention))
+        others = [_given(r, dims, b, w, blocks) for b, w in zip(parts, found, strict=True)
+                  if not isinstance(b, Attention)]  # fmt: skip
+        if (split := next((x for x in (*parts, *others) if isinstance(x, _Split)), None)) is not None:
+            return split
+        given = tuple(g for g in others if isinstance(g, Given))
+        if blocks and len(blocks) + len(given) == len(parts):
+            return blocks, given
+        failure = failure or next(b for b in parts if isinstance(b, Failure))
     return failure
 
 
@@ -180,7 +183,7 @@ def _in_pieces(
 
 
 def addends(r: Reader, x: Node) -> list[Node]:
-    """What an addition adds, and the additions in it; none where these are more than MAX_PIECES."""
+    """What an addition adds, a - -b too, and the additions in it; none where these are more than MAX_PIECES."""
     found: list[Node] = []
     stack: list[Any] = [x]
     while stack:
@@ -188,12 +191,14 @@ def addends(r: Reader, x: Node) -> list[Node]:
         if not isinstance(y, Node) or tensor(y) is None or len(found) + len(stack) >= MAX_PIECES:
             return []
         args, kwargs = r.arguments(y)
-        if operation(y) != "add":
+        other = argument(args, kwargs, 1, "other")
+        negated = operation(y) == "sub" and isinstance(other, Node) and operation(other) == "neg"
+        if operation(y) != "add" and not negated:
             found.append(y)
         elif argument(args, kwargs, 2, "alpha", default=1) != 1:
             return []
         else:
-            stack += [argument(args, kwargs, 1, "other"), args[0]]
+            stack += [r.arguments(other)[0][0] if negated else other, args[0]]
     return found
 
 
@@ -348,11 +353,19 @@ def _block(
     )
 
 
-def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Attention]) -> Given | None:
+def _given(
+    r: Reader,
+    dims: tuple[tuple[Index, ...], ...],
+    found: Failure | _Split,
+    w: Weights,
+    blocks: Sequence[Attention],
+) -> Given | _Split | None:
     if not isinstance(found, Failure) or found.code != "no_scores" or not blocks or w.p.op != "softmax":
         return None
     roles = blocks[0].roles
     weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
+    if not _whole(weights) and (split := _split_of(weights, dims)) is not None:
+        return split
     factor = score.substitute(w.post, {name("p"): const(1.0)}, build)
     groups = (roles.batch, roles.heads, roles.queries)
     if (
@@ -370,10 +383,13 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
 
 
 def _same(r: Reader, a: Operand, b: Operand) -> bool:
-    """Whether both read the same values."""
+    """Whether both read the same values, through views or not."""
+    if (a.pads, a.parts) != (b.pads, b.parts):
+        return False
+    if not a.pads and not a.parts:
+        a, b = (peel_steps(r, o)[-1] for o in (a, b))
     first, last = sorted(r.versions.order[o.user] for o in (a, b))
-    unwritten = not r.versions.written_between(a.node, first, last)
-    return unwritten and (a.node, a.index, a.pads, a.parts) == (b.node, b.index, b.pads, b.parts)
+    return (a.node, a.index) == (b.node, b.index) and not r.versions.written_between(a.node, first, last)
 
 
 def _needs_gradient(o: Operand) -> bool:

@@ -1250,6 +1250,15 @@ def memories_beside_keys(g):
 
 
 @form()
+def pieces_that_are_subtracted(g):
+    def fn(q, k, v):
+        p = sc(q, k).softmax(-1)
+        return p[..., :5] @ v[:, :, :5] - -(p[..., 5:] @ v[:, :, 5:])
+
+    return fn, g.qkv()
+
+
+@form()
 def pieces_of_grouped_and_other_heads(g):
     def fn(q, k, v, a, b, c, d):
         k, v, a, b = (t.repeat_interleave(2, 1) for t in (k, v, a, b))
