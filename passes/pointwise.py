@@ -110,8 +110,10 @@ def _divide_index(op: str, e: Expr) -> Expr:
 def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     base, exponent = args[0], argument(args, kwargs, 1, "exponent")
     x = r.operand(base, index, node)
-    if isinstance(base, (int, float)) and base > 0 and dtype_of(node).is_floating_point:
-        return build("exp", build("*", const(math.log(base)), r.operand(exponent, index, node)))
+    if isinstance(base, (int, float)) and base > 0 and base != 1 and dtype_of(node).is_floating_point:
+        y = r.operand(exponent, index, node)
+        if r.depends(y):
+            return build("exp", build("*", const(math.log(base)), y))
     if exponent in (2, 2.0) and isinstance(exponent, (int, float)):
         return r.integer(build("*", x, x), node)
     if exponent in (1, 1.0) and isinstance(exponent, (int, float)):

@@ -102,9 +102,18 @@ def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipp
 
 
 def _is_exponential(node: Node) -> bool:
-    """exp(x), or a number to the power x."""
-    name = operation(node)
-    return name in EXPONENTIALS or (name == "pow" and bool(node.args) and not isinstance(node.args[0], Node))
+    """exp(x), or a number to the power of what is made from a contraction: not the frequencies of rotations."""
+    if operation(node) != "pow" or isinstance(node.args[0] if node.args else node, Node):
+        return operation(node) in EXPONENTIALS
+    stack, seen = list(node.all_input_nodes), set[Node]()
+    while stack:
+        x = stack.pop()
+        if operation(x) in CONTRACTIONS:
+            return True
+        if x not in seen and operation(x) in HANDLERS:
+            seen.add(x)
+            stack += x.all_input_nodes
+    return False
 
 
 def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
@@ -192,7 +201,8 @@ def _second_contractions(
     for inner, other in factors(r, node) if depth else ():
         # (exp(x) @ v) / Σ exp(x), (softmax(x) @ v) * sigmoid(logsumexp(x) - sink)
         x = _inside(r, inner, probabilities, proven, depth - 1)
-        if x and ((name == "div" and x[0] not in proven) or _of_weights(r, other, probabilities)):
+        sure = depth < MAX_FACTORS or (name == "div" and x and x[0] not in proven)
+        if x and (sure or _of_weights(r, other, probabilities)):
             return x
     return ()
 
@@ -209,12 +219,13 @@ def _inside(
 
 
 def _of_weights(r: Reader, x: Any, probabilities: frozenset[Node]) -> bool:
+    """Whether `x` is made from a sum of exponentials."""
     stack, seen = [x], set[Node]()
     while stack:
         node = stack.pop()
         if not isinstance(node, Node) or node in seen or operation(node) not in HANDLERS.keys() - CONTRACTIONS:
             continue
-        if operation(node) == "logsumexp" or node in probabilities:
+        if operation(node) == "logsumexp" or (operation(node) == "sum" and node in probabilities):
             return True
         seen.add(node)
         stack += torch.utils._pytree.tree_leaves(r.arguments(node))
