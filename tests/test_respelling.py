@@ -19,12 +19,12 @@ from torchflash.passes import rewrite_graph
 # score is inf, which gradients are NaN depends on the spelling; where there are no keys there is no maximum to subtract
 WITHOUT = {"vmapped_mask", "infinite_bias_column", "no_keys"}
 WITHOUT |= {n for n in FORMS if "autocast" in n or "no_grad" in n}
-# Not recognised yet: a softmax by hand that is given beside others; products flattened in pieces of which one is
-# returned, or of ones.
+# Not recognised yet: a softmax by hand that is given beside others, or normalised again; products flattened in pieces
+# of which one is returned, or of ones.
 BY_HAND = ("softmax_by_hand", "softmax_by_logarithm", "softmax_by_logsumexp")
 MIXTURES = "convit_gated_positions", "mixture_with_given_weights_and_key_weight"
 MISSED = {("all_ones", "by_bmm"), ("pieces_of_which_one_is_returned", "by_bmm")}
-MISSED |= {(n, r) for n in MIXTURES for r in BY_HAND}
+MISSED |= {(n, r) for n in (*MIXTURES, "post_renormalise") for r in BY_HAND}
 # a logarithm is lost beside a huge score or fill: then the weights do not sum to 1 in eager mode
 ROUNDED = {"softmax_by_logsumexp"}
 CHOSEN = [n for n, f in FORMS.items() if not f.random and not f.skip and n not in WITHOUT]
