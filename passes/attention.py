@@ -34,6 +34,7 @@ from torchflash.score import Expr, build, const, name
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_PIECES = 8
+MAX_FACTORS = 3  # behind the contraction with the values
 CASTS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as"))
 
 
@@ -124,29 +125,32 @@ def _split(axes: tuple[Index, ...], by: _Split) -> tuple[Index, ...]:
 def _prove(
     r: Reader, root: Node, dims: tuple[tuple[Index, ...], ...], probabilities: frozenset[Node]
 ) -> tuple[tuple[Attention, ...], tuple[Given, ...]] | Failure | _Split | None:
-    if operation(root) == "add":
+    if operation(root) in ("add", "sub"):
         block = _in_pieces(r, root, dims, probabilities)
         return ((block,), ()) if isinstance(block, Attention) else block
     index = tuple(ix.fold(d) for d in dims)
-    second, factor = _second(r, root, index, probabilities)
+    second, behind = _second(r, root, index, probabilities)
     if second is None or len(second.summed) != 1:
         return None
     if operation(second.node) in ("baddbmm", "addmm"):
         return Failure(
             "unknown_op", f"{second.node.name} adds another tensor to the contraction with the values", second.node
         )
-    failure: Failure | _Split | None = None
-    for v, found in _sides(r, second, probabilities, factor, "/" if operation(root) == "div" else "*"):
+    failure: Failure | None = None
+    for v, found in _sides(r, second, probabilities, behind):
         if isinstance(found, Failure):
             failure = failure or found
             continue
         parts = [_block(r, root, dims, second, (_values(v, second.summed[0], w),), w) for w in found]
         blocks = tuple(b for b in parts if isinstance(b, Attention))
-        others = [g for b, w in zip(parts, found, strict=True) if not isinstance(b, Attention)
-                  and (g := _given(r, b, w, blocks)) is not None]  # fmt: skip
-        if blocks and len(blocks) + len(others) == len(parts):
-            return blocks, tuple(others)
-        failure = failure or next(b for b in parts if not isinstance(b, Attention))
+        others = [_given(r, dims, b, w, blocks) for b, w in zip(parts, found, strict=True)
+                  if not isinstance(b, Attention)]  # fmt: skip
+        if (split := next((x for x in (*parts, *others) if isinstance(x, _Split)), None)) is not None:
+            return split
+        given = tuple(g for g in others if isinstance(g, Given))
+        if blocks and len(blocks) + len(given) == len(parts):
+            return blocks, given
+        failure = failure or next(b for b in parts if isinstance(b, Failure))
     return failure
 
 
@@ -154,15 +158,14 @@ def _sides(
     r: Reader,
     second: Contraction,
     probabilities: frozenset[Node],
-    factor: Expr | None = None,
-    op: str = "*",
+    behind: tuple[tuple[str, Expr], ...] = (),
 ) -> Iterator[tuple[Operand, tuple[Weights, ...] | Failure]]:
-    """The operand that may be values, and what softmaxes the other one, with the factor, is the sum of."""
+    """The operand that may be values, and what softmaxes the other one, with the factors behind, is the sum of."""
     for side, v in ((second.lhs, second.rhs), (second.rhs, second.lhs)):
         if side.node not in probabilities:
             continue
         weights = r.read(side.node, side.index, side.user)
-        if factor is not None:
+        for op, factor in behind:
             weights = build(op, weights, factor)
         if r.depends(weights):
             yield v, find_softmaxes(r, weights, second.summed[0], second.node)
@@ -192,7 +195,7 @@ def _in_pieces(
 
 
 def addends(r: Reader, x: Node) -> list[Node]:
-    """What an addition adds, and the additions in it; none where these are more than MAX_PIECES."""
+    """What an addition adds, a - -b too, and the additions in it; none where these are more than MAX_PIECES."""
     found: list[Node] = []
     stack: list[Any] = [x]
     while stack:
@@ -200,35 +203,48 @@ def addends(r: Reader, x: Node) -> list[Node]:
         if not isinstance(y, Node) or tensor(y) is None or len(found) + len(stack) >= MAX_PIECES:
             return []
         args, kwargs = r.arguments(y)
-        if operation(y) != "add":
+        other = argument(args, kwargs, 1, "other")
+        negated = operation(y) == "sub" and isinstance(other, Node) and operation(other) == "neg"
+        if operation(y) != "add" and not negated:
             found.append(y)
         elif argument(args, kwargs, 2, "alpha", default=1) != 1:
             return []
         else:
-            stack += [argument(args, kwargs, 1, "other"), args[0]]
+            stack += [r.arguments(other)[0][0] if negated else other, args[0]]
     return found
 
 
 def _second(
-    r: Reader, root: Node, index: Indices, probabilities: frozenset[Node]
-) -> tuple[Contraction | None, Expr | None]:
-    """The contraction with the values that `root` is, or that `root` divides by a normaliser or multiplies with the
-    part that a sink leaves; and this divisor or factor."""
-    if operation(root) in CONTRACTIONS:
-        return contraction(r, Dot(root, index), "n"), None
-    for inner, other in factors(r, root):
+    r: Reader, x: Any, index: Indices, probabilities: frozenset[Node], depth: int = MAX_FACTORS
+) -> tuple[Contraction | None, tuple[tuple[str, Expr], ...]]:
+    """The contraction with the values that `x` is, or that it divides by a normaliser or multiplies with the part that
+    a sink leaves; and these divisors and factors, the innermost first."""
+    while isinstance(x, Node) and tensor(x) is not None:
+        args, kwargs = r.arguments(x)
+        if operation(x) in CONTRACTIONS:
+            dot = contracted(r, x, index, probabilities)
+            return (None if dot is None else contraction(r, dot, "n")), ()
+        if operation(x) in CASTS:
+            x = args[0]
+        elif (step := VIEWS.get(operation(x))) is not None:
+            x, index = step(r, x, args, kwargs, index)
+        else:
+            break
+    for inner, other in factors(r, x) if depth else ():
         t, result = tensor(other), tensor(inner)
         if t is None or result is None:
             continue
-        found = contracted(r, inner, ix.broadcast(ix.shape_of(result), index), probabilities)
-        if found is not None:
-            return contraction(r, found, "n"), r.read(other, ix.broadcast(ix.shape_of(t), index), root)
-    return None, None
+        at = ix.broadcast(ix.shape_of(result), index)
+        second, behind = _second(r, inner, at, probabilities, depth - 1)
+        if second is not None:
+            factor = r.read(other, ix.broadcast(ix.shape_of(t), index), x)
+            return second, (*behind, ("/" if operation(x) == "div" else "*", factor))
+    return None, ()
 
 
-def factors(r: Reader, node: Node) -> tuple[tuple[Any, Any], ...]:
+def factors(r: Reader, node: Any) -> tuple[tuple[Any, Any], ...]:
     """(numerator, divisor) of a division, (factor, other factor) of a product both ways round."""
-    if operation(node) not in ("div", "mul"):
+    if not isinstance(node, Node) or operation(node) not in ("div", "mul"):
         return ()
     args, kwargs = r.arguments(node)
     a, b = args[0], argument(args, kwargs, 1, "other")
@@ -349,11 +365,19 @@ def _block(
     )
 
 
-def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Attention]) -> Given | None:
+def _given(
+    r: Reader,
+    dims: tuple[tuple[Index, ...], ...],
+    found: Failure | _Split,
+    w: Weights,
+    blocks: Sequence[Attention],
+) -> Given | _Split | None:
     if not isinstance(found, Failure) or found.code != "no_scores" or not blocks or w.p.op != "softmax":
         return None
     roles = blocks[0].roles
     weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
+    if not _whole(weights) and (split := _split_of(weights, dims)) is not None:
+        return split
     factor = score.substitute(w.post, {name("p"): const(1.0)}, build)
     groups = (roles.batch, roles.heads, roles.queries)
     if (
@@ -371,10 +395,13 @@ def _given(r: Reader, found: Failure | _Split, w: Weights, blocks: Sequence[Atte
 
 
 def _same(r: Reader, a: Operand, b: Operand) -> bool:
-    """Whether both read the same values."""
+    """Whether both read the same values, through views or not."""
+    if (a.pads, a.parts) != (b.pads, b.parts):
+        return False
+    if not a.pads and not a.parts:
+        a, b = (peel_steps(r, o)[-1] for o in (a, b))
     first, last = sorted(r.versions.order[o.user] for o in (a, b))
-    unwritten = not r.versions.written_between(a.node, first, last)
-    return unwritten and (a.node, a.index, a.pads, a.parts) == (b.node, b.index, b.pads, b.parts)
+    return (a.node, a.index) == (b.node, b.index) and not r.versions.written_between(a.node, first, last)
 
 
 def _needs_gradient(o: Operand) -> bool:

@@ -15,7 +15,9 @@ from torchflash.passes import index as ix
 from torchflash.passes.graph import argument, operation, tensor
 from torchflash.passes.reader import Dot, Indices, Reader, Unreadable
 
-CONTRACTIONS = frozenset(("matmul", "bmm", "mm", "einsum", "inner", "linear", "baddbmm", "addmm", "mv"))
+CONTRACTIONS = frozenset(
+    ("matmul", "bmm", "mm", "einsum", "inner", "linear", "baddbmm", "addmm", "mv", "tensordot")
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ def contraction(r: Reader, dot: Dot, role: str) -> Contraction | None:
         return None
     if name == "einsum":
         return _einsum(r, node, args, index, role)
+    if name == "tensordot":
+        return _tensordot(node, args, kwargs, index, role)
     if name in ("baddbmm", "addmm"):
         a, b = argument(args, kwargs, 1, "batch1", "mat1"), argument(args, kwargs, 2, "batch2", "mat2")
     elif name == "linear":
@@ -135,6 +139,29 @@ def contraction(r: Reader, dot: Dot, role: str) -> Contraction | None:
     lhs = tuple(ix.at(s, i) for s, i in zip(sa, lhs, strict=True))
     rhs = tuple(ix.at(s, i) for s, i in zip(sb, rhs, strict=True))
     return Contraction(Operand(a, lhs, node), Operand(b, rhs, node), (d,), result.dtype, node)
+
+
+def _tensordot(
+    node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], index: Indices, role: str
+) -> Contraction | None:
+    a, b, dims = args[0], argument(args, kwargs, 1, "b", "other"), argument(args, kwargs, 2, "dims", default=2)
+    result, ta, tb = tensor(node), tensor(a), tensor(b)
+    if result is None or ta is None or tb is None or not isinstance(dims, (int, tuple, list)):
+        return None
+    sa, sb = ix.shape_of(ta), ix.shape_of(tb)
+    pairs = (range(len(sa) - dims, len(sa)), range(dims)) if isinstance(dims, int) else dims
+    if len(pairs) != 2 or not all(isinstance(d, int) for side in pairs for d in side) or len(pairs[0]) != len(pairs[1]):
+        return None
+    left, right = ([d % len(s) for d in side] for s, side in zip((sa, sb), pairs, strict=True))
+    summed = tuple(ix.axis(f"{role}{k}" if k else role, sa[d]) for k, d in enumerate(left))
+    if any(sa[x] != sb[y] for x, y in zip(left, right, strict=True)):
+        return None  # one of them has one element, which stands for all
+    rest = iter(index)
+    lhs, rhs = (
+        tuple(summed[dims.index(d)] if d in dims else next(rest) for d in range(len(s)))
+        for s, dims in ((sa, left), (sb, right))
+    )
+    return Contraction(Operand(a, lhs, node), Operand(b, rhs, node), summed, result.dtype, node)
 
 
 def _einsum(r: Reader, node: Node, args: tuple[Any, ...], index: Indices, role: str) -> Contraction | None:

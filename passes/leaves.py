@@ -28,7 +28,7 @@ Kwargs = dict[str, Any]
 # after
 
 
-@reads("matmul", "bmm", "mm", "einsum", "inner", "linear")
+@reads("matmul", "bmm", "mm", "einsum", "inner", "linear", "tensordot")
 def _dot(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     if operation(node) == "linear" and argument(args, kwargs, 2, "bias") is not None:
         raise Unreadable

@@ -86,11 +86,18 @@ def _floor_divide(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indi
     return _divide_index("//", _arithmetic(r, node, "//", args[0], args[1], index))
 
 
-@reads("remainder")
+@reads("remainder", "fmod")
 def _remainder(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+    divisor, step = argument(args, kwargs, 1, "other"), "floor" if operation(node) == "remainder" else "trunc"
     if dtype_of(node).is_floating_point:
+        x = r.operand(args[0], index, node)
+        if not r.depends(x) or not isinstance(divisor, (int, float)) or not abs(math.frexp(divisor)[0]) == 0.5:
+            raise Unreadable  # only a power of 2 divides without rounding
+        y = const(float(divisor))
+        return build("-", x, build("*", y, build(step, build("/", x, y))))
+    if step == "trunc":
         raise Unreadable
-    return _divide_index("%", _arithmetic(r, node, "%", args[0], args[1], index))
+    return _divide_index("%", _arithmetic(r, node, "%", args[0], divisor, index))
 
 
 def _divide_index(op: str, e: Expr) -> Expr:
@@ -103,12 +110,18 @@ def _divide_index(op: str, e: Expr) -> Expr:
 def _pow(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     base, exponent = args[0], argument(args, kwargs, 1, "exponent")
     x = r.operand(base, index, node)
+    if isinstance(base, (int, float)) and base > 0 and base != 1 and dtype_of(node).is_floating_point:
+        y = r.operand(exponent, index, node)
+        if r.depends(y):
+            return build("exp", build("*", const(math.log(base)), y))
     if exponent in (2, 2.0) and isinstance(exponent, (int, float)):
         return r.integer(build("*", x, x), node)
     if exponent in (1, 1.0) and isinstance(exponent, (int, float)):
         return x
     if not dtype_of(node).is_floating_point:
         raise Unreadable
+    if exponent in (-1, -1.0) and isinstance(exponent, (int, float)):
+        return build("/", const(1.0), x)
     return build("**", x, r.operand(exponent, index, node))
 
 
@@ -209,11 +222,11 @@ def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
         case "gelu":
             return _gelu(x, argument(args, kwargs, 1, "approximate", default="none"))
         case "logsigmoid" | "log_sigmoid":
-            return build("neg", _softplus(build("neg", x)))
+            return build("neg", softplus(build("neg", x)))
         case "softsign":
             return build("/", x, build("+", const(1.0), build("abs", x)))
         case "softplus":
-            return _softplus(x, number(1, "beta", 1.0), number(2, "threshold", _FAR))
+            return softplus(x, number(1, "beta", 1.0), number(2, "threshold", _FAR))
         case "hardtanh":
             return _saturated(x, number(1, "min_val", -1.0), number(2, "max_val", 1.0))
         case "elu" if isinstance(node.target, torch._ops.OpOverload):
@@ -226,7 +239,7 @@ def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
             alpha = number(1, "alpha", 1.0)
             return _elu(x, alpha, 1.0, 1.0 / alpha)
         case "mish":
-            return build("*", x, build("tanh", _softplus(x)))
+            return build("*", x, build("tanh", softplus(x)))
         case "hardswish":
             inside = build("*", x, build("*", const(1 / 6), build("+", x, const(3.0))))
             above = build("where", build(">=", x, const(3.0)), x, inside)
@@ -251,7 +264,7 @@ def _activation(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indice
 _FAR = 20.0  # exp(-20) is less than the last place of 20
 
 
-def _softplus(x: Expr, beta: float = 1.0, threshold: float = _FAR) -> Expr:
+def softplus(x: Expr, beta: float = 1.0, threshold: float = _FAR) -> Expr:
     """log(1 + exp(x)). Where that is x itself nothing overflows either: an infinite exp would have a gradient of NaN,
     chosen or not."""
     y = x if beta == 1.0 else build("*", const(beta), x)
@@ -279,7 +292,11 @@ def _gelu(x: Expr, approximate: Any) -> Expr:
 
 @reads("logaddexp")
 def _logaddexp(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-    a, b = r.operand(args[0], index, node), r.operand(argument(args, kwargs, 1, "other"), index, node)
+    return logaddexp(r.operand(args[0], index, node), r.operand(argument(args, kwargs, 1, "other"), index, node))
+
+
+def logaddexp(a: Expr, b: Expr) -> Expr:
+    """log(exp(a) + exp(b))"""
     high = build(">=", a, b)
     alike = build("&", build("==", a, b), build("==", build("abs", a), const(math.inf)))  # their difference is NaN
     d = build("where", alike, ZERO, build("where", high, build("-", b, a), build("-", a, b)))

@@ -18,7 +18,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,13 +57,13 @@ class Dot:
 
 @dataclass(frozen=True)
 class Reduce:
-    """`op` of `node` over the dims in `dims`; `index` has 0 in their place."""
+    """`op` of `node` over the dims in `dims`; `index` has 0 in their place. `user` computes it, as others may."""
 
     op: str
     node: Node
     dims: tuple[int, ...]
     index: Indices
-    user: Node
+    user: Node = field(compare=False)
 
 
 @dataclass(frozen=True)

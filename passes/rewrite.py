@@ -20,7 +20,7 @@ from torchflash.kernels import tuning as tunings
 from torchflash.kernels import unfused
 from torchflash.options import Options
 from torchflash.passes import index as ix
-from torchflash.passes.attention import CASTS, Attention, Given, addends, factors, prove
+from torchflash.passes.attention import CASTS, MAX_FACTORS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import in_place_target, operation, tensor, value
@@ -86,8 +86,8 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
 
 
 def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
-    names = [operation(n) for n in gm.graph.nodes]
-    if not CONTRACTIONS & set(names) or not (ANCHORS | EXPONENTIALS) & set(names):
+    names = {operation(n) for n in gm.graph.nodes}
+    if not CONTRACTIONS & names or not (ANCHORS & names or any(map(_is_exponential, gm.graph.nodes))):
         return [
             _skip(n, Failure("no_values", "the graph contracts nothing"))
             for n in gm.graph.nodes
@@ -104,12 +104,27 @@ def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipp
         return [_skip(n, failure) for n in gm.graph.nodes if operation(n) in ANCHORS]
 
 
+def _is_exponential(node: Node) -> bool:
+    """exp(x), or a number to the power of what is made from a contraction: not the frequencies of rotations."""
+    if operation(node) != "pow" or isinstance(node.args[0] if node.args else node, Node):
+        return operation(node) in EXPONENTIALS
+    stack, seen = list(node.all_input_nodes), set[Node]()
+    while stack:
+        x = stack.pop()
+        if operation(x) in CONTRACTIONS:
+            return True
+        if x not in seen and operation(x) in HANDLERS:
+            seen.add(x)
+            stack += x.all_input_nodes
+    return False
+
+
 def _probabilities(r: Reader, gm: GraphModule) -> frozenset[Node]:
     """Nodes that may hold probabilities: what follows a softmax or an exponential by operations the reader knows."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         name = operation(node)
-        if name in ANCHORS | EXPONENTIALS:
+        if name in ANCHORS or _is_exponential(node):
             found.add(node)
         elif (name in HANDLERS or name in SPLITS) and name not in CONTRACTIONS:
             args, kwargs = r.arguments(node)
@@ -125,8 +140,8 @@ def _candidates(
     failures: dict[Node, Failure] = {}  # softmax -> why
     proven: set[Node] = set()
     for root in gm.graph.nodes:
-        inner = _second_contractions(r, root, probabilities)
-        if not inner or (operation(root) == "div" and inner[0] in proven):
+        inner = _second_contractions(r, root, probabilities, proven)
+        if not inner:
             continue
         try:
             found = _candidate(r, root, probabilities)
@@ -181,9 +196,11 @@ def _in_place(r: Reader, c: _Candidate) -> _Candidate | None:
     return None if needed or _written_since(r, moved, found) else candidate
 
 
-def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) -> tuple[Node, ...]:
+def _second_contractions(
+    r: Reader, node: Node, probabilities: frozenset[Node], proven: set[Node], depth: int = MAX_FACTORS
+) -> tuple[Node, ...]:
     """The contractions of probabilities with values that a block ending in `node` would have: itself, what it divides,
-    what it multiplies with a function of logsumexp, what it adds."""
+    what it multiplies with a function of the weights, what it adds. `proven`: those that are blocks without."""
     t = tensor(node)
     if t is None or not t.dtype.is_floating_point:
         return ()
@@ -192,32 +209,38 @@ def _second_contractions(r: Reader, node: Node, probabilities: frozenset[Node]) 
     if name in CONTRACTIONS:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
         return (node,) if any(isinstance(a, Node) and a in probabilities for a in inputs) else ()
-    if name == "add":
-        found = [_inside(r, x, probabilities) for x in addends(r, node)]
+    if name in ("add", "sub"):
+        pieces = addends(r, node)
+        found = [_inside(r, x, probabilities, proven, 0) for x in pieces] if len(pieces) > 1 else []
         return tuple(x for f in found for x in f) if all(found) else ()
-    for inner, other in factors(r, node):
+    for inner, other in factors(r, node) if depth else ():
         # (exp(x) @ v) / Σ exp(x), (softmax(x) @ v) * sigmoid(logsumexp(x) - sink)
-        if (x := _inside(r, inner, probabilities)) and (name == "div" or _from_logsumexp(r, other)):
+        x = _inside(r, inner, probabilities, proven, depth - 1)
+        sure = depth < MAX_FACTORS or (name == "div" and x and x[0] not in proven)
+        if x and (sure or _of_weights(r, other, probabilities)):
             return x
     return ()
 
 
-def _inside(r: Reader, x: Any, probabilities: frozenset[Node]) -> tuple[Node, ...]:
-    """The contraction that `x` is but for casts and views."""
+def _inside(
+    r: Reader, x: Any, probabilities: frozenset[Node], proven: set[Node], depth: int
+) -> tuple[Node, ...]:
+    """The contraction that `x` is but for casts, views and factors."""
     while isinstance(x, Node) and operation(x) in (CASTS | VIEWS.keys()) - CONTRACTIONS:
         x = r.arguments(x)[0][0]
-    if not isinstance(x, Node) or operation(x) not in CONTRACTIONS:
+    if not isinstance(x, Node) or operation(x) not in CONTRACTIONS | {"mul", "div"}:
         return ()
-    return _second_contractions(r, x, probabilities)
+    return _second_contractions(r, x, probabilities, proven, depth)
 
 
-def _from_logsumexp(r: Reader, x: Any) -> bool:
+def _of_weights(r: Reader, x: Any, probabilities: frozenset[Node]) -> bool:
+    """Whether `x` is made from a sum of exponentials."""
     stack, seen = [x], set[Node]()
     while stack:
         node = stack.pop()
         if not isinstance(node, Node) or node in seen or operation(node) not in HANDLERS.keys() - CONTRACTIONS:
             continue
-        if operation(node) == "logsumexp":
+        if operation(node) == "logsumexp" or (operation(node) == "sum" and node in probabilities):
             return True
         seen.add(node)
         stack += torch.utils._pytree.tree_leaves(r.arguments(node))
@@ -237,7 +260,7 @@ def _anchors_before(r: Reader, root: Node, probabilities: frozenset[Node]) -> li
         seen.add(node)
         if operation(node) in ANCHORS:
             calls.append(node)
-        elif operation(node) in EXPONENTIALS:
+        elif _is_exponential(node):
             exponentials.append(node)
         args, kwargs = r.arguments(node)
         queue += [a for a in (*args, *kwargs.values()) if isinstance(a, Node)]

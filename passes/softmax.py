@@ -21,6 +21,7 @@ from torch.fx import Node
 from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.graph import tensor
+from torchflash.passes.normal import alike, normal, sum_of, terms
 from torchflash.passes.reader import Reader, Reduce, Softmax
 from torchflash.passes.row_constants import strip_row_constants
 from torchflash.score import Expr, build, const, name
@@ -64,7 +65,7 @@ class Found:
 
 def find_softmaxes(r: Reader, e: Expr, n: ix.Index, consumer: Node) -> tuple[Weights, ...] | Failure:
     """The softmaxes over axis `n` inside the weights `e`, of which `e` is the sum of the weights returned."""
-    e = _normalised(r, e, n)
+    e = _normalised(r, normal(r, e, n), n)
     matches: dict[Expr, Found] = {}
     failure: Failure | None = None
     stack = [e]
@@ -229,18 +230,38 @@ def _sink(r: Reader, post: Expr, scores: Expr, n: ix.Index) -> tuple[Expr, Expr,
         if gate.op != "sigmoid" or (rest := _without_factor(post, gate)) is None:
             continue
         summands = terms(gate.args[0])
-        totals = [t for t, count in summands.items() if count == 1 and t.op == "reduce" and t.value.op == "logsumexp"]
-        if len(totals) != 1 or _body(r, totals[0].value, n) is not scores:
+        found = {t: x for t, count in summands.items() if count == 1 and (x := _logsumexp(r, t, scores, n, keys))}
+        if len(found) != 1:
             continue
-        whole = _body(r, totals[0].value, n, keys)
-        assert whole is not None
-        del summands[totals[0]]
+        ((logsumexp, (whole, shift)),) = found.items()
+        summands.update(shift)
+        del summands[logsumexp]
+        summands = Counter({t: count for t, count in summands.items() if count})
         if any(r.depends(t) or n in ix.expr_axes(t) for t in summands) or not _magnitude(r, scores) <= _FINITE:
             continue
-        rests = [t if count == -1 else build("*", const(float(-count)), t) for t, count in summands.items()]
-        sink = functools.reduce(lambda a, b: build("+", a, b), rests) if rests else const(0.0)
-        return rest, sink, whole, keys
+        return rest, sum_of(Counter({t: -count for t, count in summands.items()})), whole, keys
     return None
+
+
+def _logsumexp(r: Reader, e: Expr, scores: Expr, n: ix.Index, keys: ix.Index) -> tuple[Expr, Counter[Expr]] | None:
+    """(the scores at the axis `keys`, x) where `e` is the logarithm of the sum of the exponentials of the scores, plus
+    x, in one call or by hand."""
+    inner = e.args[0] if e.op == "log" else e
+    if inner.op != "reduce" or inner.value.op != ("sum" if e.op == "log" else "logsumexp"):
+        return None
+    own, whole = (_exponent(inner.value, _body(r, inner.value, n, at)) for at in (None, keys))
+    if own is None or whole is None:
+        return None
+    shift = terms(own)
+    shift.subtract(terms(scores))
+    shift = Counter({t: count for t, count in shift.items() if count})
+    if any(n in ix.expr_axes(t) for t in shift):
+        return None
+    if shift:
+        rest = terms(whole)
+        rest.subtract(shift)
+        whole = sum_of(Counter({t: count for t, count in rest.items() if count}))
+    return whole, shift
 
 
 _FINITE = 3.4028235e38  # the largest float32, nearly
@@ -416,7 +437,8 @@ def _divided(
     if body is None and total.op == "sum" and added is None:
         for keys, start in _more_keys(r, numerator, total, n):
             whole = _exponent(total, _body(r, total, keys))
-            if _body(r, total, keys, ix.sympy.expand(n + start)) is numerator and whole is not None:
+            part = _body(r, total, keys, ix.sympy.expand(n + start))
+            if part is not None and alike(part, numerator) and whole is not None:
                 return Found(whole, total.user, keys, start)
     if total.op != "sum" or body is None:
         return Failure(
@@ -424,7 +446,7 @@ def _divided(
             f"normalised over dims {total.dims}, not over the one contracted with the values",
             total.user,
         )
-    if body is not numerator:
+    if not alike(body, numerator):
         return Failure("denominator", "the normaliser is not the sum of what is normalised", total.user)
     if added is None:
         return Found(exponent, total.user)
@@ -553,17 +575,4 @@ def _body(r: Reader, total: Reduce, n: ix.Index, at: ix.Index | None = None) -> 
     inside = tuple((at or n) if d == total.dims[0] else i for d, i in enumerate(total.index))
     if any(n in ix.axes(i) for d, i in enumerate(total.index) if d != total.dims[0]):
         return None
-    return r.read(total.node, inside, total.user)
-
-
-def terms(e: Expr) -> Counter[Expr]:
-    """The summands of `e` with their multiplicity."""
-    found: dict[Expr, Counter[Expr]] = {}
-    for x in score.topological(e):
-        if x.op not in ("+", "-", "neg"):
-            found[x] = Counter((x,))
-            continue
-        counts = Counter(found[x.args[0]]) if x.op != "neg" else Counter[Expr]()
-        (counts.update if x.op == "+" else counts.subtract)(found[x.args[-1]])
-        found[x] = Counter({t: count for t, count in counts.items() if count})
-    return found[e]
+    return normal(r, r.read(total.node, inside, total.user), at or n)

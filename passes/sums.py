@@ -19,7 +19,7 @@ from torchflash import score
 from torchflash.passes import index as ix
 from torchflash.passes.contraction import Operand
 from torchflash.passes.index import Index
-from torchflash.passes.softmax import terms
+from torchflash.passes.normal import terms
 from torchflash.score import Expr, build, const, name
 
 MAX_DEPTH = 256  # side by side; the scores of deeper ones are added as they are

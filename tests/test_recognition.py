@@ -57,7 +57,8 @@ ANY_LENGTH = ["scale_log_n", "nanogpt", "gpt1_mul_mask", "causal_triu_inf_added"
               "causal_xtransformers", "padding_bert_extended", "padding_lengths_in_graph",
               "by_hand_max_values", "deferred_division", "softcap", "qkv_timm", "relative_any_length",
               "multihead_attention_module", "sinks_gpt_oss", "sinks_and_causal_mask",
-              "shaw_clamped_by_queries_and_keys", "deberta_disentangled"]  # fmt: skip
+              "shaw_clamped_by_queries_and_keys", "deberta_disentangled", "tensordot_of_shared_keys",
+              "deferred_to_logsumexp", "sink_from_logsumexp_by_hand"]  # fmt: skip
 
 
 def relative_any_length(g: Gen) -> Any:
@@ -398,6 +399,29 @@ def test_a_difference_of_softmaxes_is_as_exact_as_in_eager_mode():
     out = torch.compile(fn, backend="torchflash", options={"torchflash.inner": "eager"})(*inputs)
     assert out.dtype == torch.bfloat16
     assert (out - exact).abs().max() <= (fn(*inputs) - exact).abs().max()
+
+
+def test_frequencies_are_no_exponentials_of_scores() -> None:
+    def rotated(x: Any, wq: Any, wk: Any) -> Any:
+        angles = torch.arange(5)[:, None] * 10000.0 ** (-torch.arange(8) / 8)
+        return (x @ wq * angles.cos()) @ (x @ wk * angles.sin()).mT
+
+    torch._dynamo.reset()
+    options = {"torchflash.inner": "eager"}
+    torch.compile(rotated, backend="torchflash", options=options)(*map(torch.randn, [(2, 5, 8), (8, 8), (8, 8)]))
+    assert not list(torchflash.report)
+
+
+def test_a_factor_behind_that_is_not_of_the_weights_stays_behind() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda q, k, v, w: (sc(q, k).softmax(-1) @ v) * w.exp() * w.sigmoid(),
+        backend="torchflash",
+        options={"torchflash.inner": "eager"},
+    )
+    run(*Gen().qkv(), torch.randn(4, 1, 1))
+    (record,) = torchflash.report
+    assert isinstance(record, Rewritten) and record.post == "p"
 
 
 def test_a_softmax_that_nothing_uses_is_no_record() -> None:

@@ -39,12 +39,13 @@ def counts():
     return torchflash.report.counts()
 
 
-def check(function, leaves, *rest, rewritten=1, **options):
-    """Values and gradients are those of torch's math kernel, which gives 0 for a query without keys."""
+def check(function, leaves, *rest, rewritten=1, plain=None, **options):
+    """Values and gradients are those of torch's math kernel, which gives 0 for a query without keys; `plain` is the
+    function without what would recompute them by another one."""
     run = compiled(function, **options)
     out = run(*leaves, *rest)
     with sdpa_kernel(SDPBackend.MATH):
-        exact = function(*leaves, *rest)
+        exact = (plain or function)(*leaves, *rest)
     assert counts().get("rewritten", 0) == rewritten, torchflash.report
     assert out.dtype == exact.dtype and out.shape == exact.shape
     do = torch.randn_like(exact)
@@ -285,6 +286,23 @@ def test_several_calls_in_one_graph():
 
     x = torch.randn(2, 40, 32, requires_grad=True)
     check(Two(), [x], kept(2, 1, 40, 40), rewritten=2)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("kind", ["attention", "encoder", "decoder"])
+def test_modules_of_torch(kind, checkpoints):
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    encoder = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    decoder = nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True)
+    run = {
+        "attention": lambda x, y: attention(x, y, y, need_weights=False)[0],
+        "encoder": lambda x, y: encoder(torch.cat([x, y], 1)),
+        "decoder": decoder,
+    }[kind]
+    inside = (lambda *inputs: checkpoint(run, *inputs, use_reentrant=False)) if checkpoints else run
+    leaves = [torch.randn(2, n, 16, requires_grad=True) for n in (13, 7)]
+    check(inside, leaves, rewritten=2 if kind == "decoder" else 1, plain=run)
 
 
 def test_a_mask_written_afterwards():

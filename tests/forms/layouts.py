@@ -74,6 +74,27 @@ def gqa_5d_matmul(g):
 
 
 @form()
+def tensordot_of_matrices(g):
+    return (
+        lambda q, k, v: torch.tensordot(torch.tensordot(q, k, dims=([1], [1])).softmax(-1), v, dims=1)
+    ), (g.r(g.S, g.D), g.r(g.S, g.D), g.r(g.S, 5))
+
+
+@form()
+def tensordot_of_shared_keys(g):
+    return (
+        lambda q, k, v: torch.tensordot(v, torch.tensordot(k, q, dims=([1], [-1])).softmax(0), dims=([0], [0]))
+    ), (g.r(g.B, g.H, g.S, g.D), g.r(g.S, g.D), g.r(g.S, 5))
+
+
+@form()
+def tensordot_over_two_dims(g):
+    return (
+        lambda q, k, v: torch.tensordot(torch.tensordot(q, k, dims=([1, 2], [2, 1])).softmax(-1), v, dims=1)
+    ), (g.r(g.S, 2, 4), g.r(g.S, 4, 2), g.r(g.S, 5))
+
+
+@form()
 def gqa_grouped_einsum(g):
     def fn(q, k, v):
         q = q.view(g.B, g.S, 2, 2, g.D)

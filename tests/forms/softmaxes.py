@@ -133,7 +133,7 @@ def by_hand_reciprocal(g):
     return (lambda q, k, v: (lambda e: (e * e.sum(-1, keepdim=True).reciprocal()) @ v)(sc(q, k).exp())), g.qkv()
 
 
-@form(skip="*")
+@form()
 def by_hand_pow_minus_one(g):
     return (lambda q, k, v: (lambda e: (e * e.sum(-1, keepdim=True) ** -1) @ v)(sc(q, k).exp())), g.qkv()
 
@@ -160,7 +160,7 @@ def by_hand_exp2(g):
     ), g.qkv()
 
 
-@form(skip="*")
+@form()
 def by_hand_two_pow(g):
     return (lambda q, k, v: (lambda e: (e / e.sum(-1, keepdim=True)) @ v)(2.0 ** sc(q, k))), g.qkv()
 
@@ -191,6 +191,72 @@ def deferred_division_bmhd(g):
             torch.einsum("bmhd,bnhd->bhmn", q, k).exp()
         )
     ), g.bsd()
+
+
+def exponentials(s):
+    """exp(s - m), their sum, and m, the row's maximum."""
+    m = s.amax(-1, keepdim=True)
+    e = torch.exp(s - m)
+    return e, e.sum(-1, keepdim=True), m
+
+
+@form()
+def deferred_reciprocal(g):
+    return (lambda q, k, v: (lambda e, z, m: (e @ v) * z.reciprocal())(*exponentials(sc(q, k)))), g.qkv()
+
+
+@form()
+def deferred_exp_of_minus_log(g):
+    return (lambda q, k, v: (lambda e, z, m: (e @ v) * torch.exp(-z.log()))(*exponentials(sc(q, k)))), g.qkv()
+
+
+@form()
+def deferred_to_logsumexp(g):
+    """As a merge of partial results does it: by exp(m - lse)."""
+    return (lambda q, k, v: (lambda e, z, m: (e @ v) * torch.exp(m - (m + z.log())))(*exponentials(sc(q, k)))), g.qkv()
+
+
+@form()
+def deferred_over_exp_of_logsumexp(g):
+    return (lambda q, k, v: (lambda s: (s.exp() @ v) / s.logsumexp(-1, keepdim=True).exp())(sc(q, k))), g.qkv()
+
+
+@form()
+def deferred_rescaled(g):
+    """The sum and the product both rescaled to another maximum."""
+
+    def fn(q, k, v):
+        e, z, m = exponentials(sc(q, k))
+        to = torch.exp(m - m.clamp(min=0.5))
+        return (e @ v) * to / (z * to)
+
+    return fn, g.qkv()
+
+
+@form()
+def deferred_masked_causal(g):
+    def fn(q, k, v):
+        s = sc(q, k)
+        m = s.amax(-1, keepdim=True)
+        e = torch.where(torch.ones(g.S, g.S, dtype=torch.bool).tril(), torch.exp(s - m), 0.0)
+        return (e @ v) * torch.exp(-e.sum(-1, keepdim=True).log())
+
+    return fn, g.qkv()
+
+
+@form(random=True)
+def deferred_dropout(g):
+    return (lambda q, k, v: (lambda e, z, m: (F.dropout(e, 0.3) @ v) * (1 / z))(*exponentials(sc(q, k)))), g.qkv()
+
+
+@form(skip="*")
+def deferred_product_with_the_sum(g):
+    return (lambda q, k, v: (lambda e, z, m: (e @ v) * torch.exp(z.log()))(*exponentials(sc(q, k)))), g.qkv()
+
+
+@form(skip="*")
+def deferred_to_another_maximum(g):
+    return (lambda q, k, v: (lambda e, z, m: (e @ v) * torch.exp(-(m + z.log())))(*exponentials(sc(q, k)))), g.qkv()
 
 
 @form(skip="*")
@@ -337,6 +403,16 @@ def scores_of_many_functions(g):
 @form(skip="unknown_op")
 def scores_atan(g):
     return (lambda q, k, v: torch.atan(sc(q, k)).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_remainder(g):
+    return (lambda q, k, v: (sc(q, k) % 2.0).softmax(-1) @ v), g.qkv()
+
+
+@form()
+def scores_fmod(g):
+    return (lambda q, k, v: torch.fmod(q @ k.mT, -0.5).softmax(-1) @ v), g.qkv()
 
 
 @form()
@@ -1024,6 +1100,62 @@ def sink_from_the_logsumexp_of_the_weights(g):
     return fn, (*g.qkv(), g.r(g.H))
 
 
+GATES = {
+    "one_minus": lambda o, lse, c: o * (1 - torch.sigmoid(c - lse)),
+    "over_one_plus_exp": lambda o, lse, c: o / (1 + torch.exp(c - lse)),
+    "reciprocal": lambda o, lse, c: o * (1 / (torch.exp(c - lse) + 1)),
+    "logsigmoid": lambda o, lse, c: o * torch.exp(F.logsigmoid(lse - c)),
+    "softplus": lambda o, lse, c: torch.exp(-F.softplus(c - lse)) * o,
+    "logaddexp": lambda o, lse, c: o * torch.exp(lse - torch.logaddexp(c, lse)),
+    "log1p": lambda o, lse, c: o * torch.exp(-torch.log1p(torch.exp(c - lse))),
+    "ratio": lambda o, lse, c: o * (lse.exp() / (lse.exp() + c.exp())),
+    "ratio_at_the_end": lambda o, lse, c: o * lse.exp() / (c.exp() + lse.exp()),
+}
+
+
+def _sink_as_a_gate(how):
+    def make(g):
+        def fn(q, k, v, sinks):
+            s = sc(q, k)
+            return GATES[how](s.softmax(-1) @ v, s.logsumexp(-1, keepdim=True), sinks[:, None, None])
+
+        return fn, (*g.qkv(), g.r(g.H))
+
+    make.__name__ = f"sink_as_a_gate_{how}"
+    return form()(make)
+
+
+for _how in GATES:
+    _sink_as_a_gate(_how)
+
+
+@form()
+def sink_from_logsumexp_by_hand(g):
+    def fn(q, k, v, sinks):
+        e, z, m = exponentials(sc(q, k))
+        return ((e / z) @ v) * torch.sigmoid(m + z.log() - sinks[:, None, None])
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form(skip="weights_used")
+def gate_that_is_what_the_sink_takes(g):
+    def fn(q, k, v, sinks):
+        s = sc(q, k)
+        return (s.softmax(-1) @ v) * (1 - torch.sigmoid(s.logsumexp(-1, keepdim=True) - sinks[:, None, None]))
+
+    return fn, (*g.qkv(), g.r(g.H))
+
+
+@form(skip="weights_used")
+def gate_over_one_plus_exp_in_rows_of_nan(g):
+    def fn(q, k, v, m):
+        s = sc(q, k).masked_fill(~m[:, None, None], NEG)
+        return (s.softmax(-1) @ v) / (1 + torch.exp(-s.logsumexp(-1, keepdim=True)))
+
+    return fn, (*g.qkv(), g.padding(whole=True))
+
+
 @form()
 def sink_from_logsumexp_in_masked_rows(g):
     def fn(q, k, v, m):
@@ -1115,6 +1247,15 @@ def memories_beside_keys(g):
 
     mask = torch.ones(g.S, g.S, dtype=torch.bool).tril()
     return fn, (*g.qkv(), *(g.r(g.B, g.H, 5, g.D) for _ in range(2)), mask)
+
+
+@form()
+def pieces_that_are_subtracted(g):
+    def fn(q, k, v):
+        p = sc(q, k).softmax(-1)
+        return p[..., :5] @ v[:, :, :5] - -(p[..., 5:] @ v[:, :, 5:])
+
+    return fn, g.qkv()
 
 
 @form()

@@ -338,8 +338,6 @@ def embedding_scale_grad(g):
 
 
 @form(skip="*")
-def fmod_python_percent(g):
-    def fn(q, k, v):
-        return torch.fmod(q @ k.mT, 2.0).softmax(-1) @ v
-
-    return fn, g.qkv()
+def remainder_of_a_rounded_quotient(g):
+    """Of 0.3 and 0.1 eager says 0.1, less a rounding, and a quotient that is rounded up to 3 says 0."""
+    return (lambda q, k, v: torch.fmod(q @ k.mT, 0.1).softmax(-1) @ v), g.qkv()
