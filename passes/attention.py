@@ -376,7 +376,7 @@ def _given(
         return None
     roles = blocks[0].roles
     weights = Operand(w.softmax, w.p.value.index, blocks[0].root)
-    if not _whole(weights) and (split := _split_of(weights, dims)) is not None:
+    if not is_whole(weights) and (split := _split_of(weights, dims)) is not None:
         return split
     factor = score.substitute(w.post, {name("p"): const(1.0)}, build)
     groups = (roles.batch, roles.heads, roles.queries)

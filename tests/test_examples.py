@@ -80,13 +80,13 @@ weights: "f32[2, 4, 1024, 1024]" = torch.softmax(matmul, dim = -1)
 out: "f32[2, 4, 1024, 16]" = weights @ v
 attention_default = torch.ops.torchflash.attention.default(
     permute, permute_1, permute_2, [l_present_], [],
-    'where((n <= m) & t0[b, n], 0.25 * s, -inf)', '(n <= m) & t0[b, n]', -inf, 'p', 0.0, None, 'bhmd', '', None, '')
+    'where((n <= m) & t0[b, n], 0.25 * s, -inf)', '(n <= m) & t0[b, n]', -inf, 'p', 0.0, None, 'bhmd', '', None, '', [])
 attention_default_1 = torch.ops.torchflash.attention.default(
     permute_3, permute_4, permute_5, [l_self_modules_alibi_buffers_slopes_], [],
-    '0.25 * s - t0[h] * float(abs(m - n))', '', 0.0, 'p', 0.0, None, 'bhmd', '', None, '')
+    '0.25 * s - t0[h] * float(abs(m - n))', '', 0.0, 'p', 0.0, None, 'bhmd', '', None, '', [])
 attention_default_2 = torch.ops.torchflash.attention.default(
     permute_6, permute_7, permute_8, [], [],
-    '32.0 * tanh(0.03125 * s)', '', 0.0, 'p', 0.0, None, 'bhmd', '', None, '')""",
+    '32.0 * tanh(0.03125 * s)', '', 0.0, 'p', 0.0, None, 'bhmd', '', None, '', [])""",
         )
 
     def test_before_holds_what_the_user_wrote(self):

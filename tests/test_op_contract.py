@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 from attention_cases import CASES, F16, F32, build
 from oracle import INF, Inputs, run_op
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -105,6 +106,7 @@ def test_compiled_training_with_changing_lengths_is_one_graph():
             "",
             None,
             "",
+            [],
         )
         return out.sin().sum()
 
