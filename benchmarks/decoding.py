@@ -10,9 +10,10 @@ do; "masked" is the whole cache and the mask, as these models give it to SDPA by
 is torchflash again, on the same keys and values in pages of 16 that lie shuffled in a cache [pages, page, heads, dim]:
 the function looks them up in it by a table, and "/ whole" is how much longer it takes than on those that lie together.
 
-Times are those of the device, in microseconds: calls are replayed from a CUDA graph, as with mode="reduce-overhead",
-the caches of different calls being different ones. The last column is how much of the bandwidth of a copy the bytes of
-the filled keys and values make of torchflash's time.
+Times are those of the device, in microseconds, of one of several layers that have the mask in common, as those of a
+model: they are compiled together and replayed from a CUDA graph, as with mode="reduce-overhead", each with queries of
+its own and, unless they are very large, a cache of its own. The last column is how much of the bandwidth of a copy the
+bytes of the filled keys and values make of torchflash's time.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-CALLS = 8  # in a graph
+LAYERS = 8
 CACHED = 1 << 28  # bytes of keys and values that do not stay in the L2 cache
 
 
@@ -38,6 +39,10 @@ def attend_masked(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def attend_all(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
 def attend_paged(q, keys, values, table, mask):
     """keys, values [pages, page, Hk, D], table [B, N / page]."""
     k, v = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (keys, values))
@@ -52,17 +57,25 @@ def in_pages(cache, table, page):
     return pages
 
 
-def microseconds(calls):
-    """Of one of the calls, replayed together from a CUDA graph."""
+def in_layers(attention):
+    """`attention` for the queries of several layers, whose caches may be fewer."""
+
+    def run(queries, caches, *rest):
+        return [attention(q, *caches[i % len(caches)], *rest) for i, q in enumerate(queries)]
+
+    return run
+
+
+def microseconds(run):
+    """Of one of the results of `run`, replayed from a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:
-            call()
+        run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
+        kept = run()
     times = []
     for _ in range(20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,7 +92,7 @@ def bandwidth():
     x = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
     y = torch.empty_like(x)
     copies = (lambda: y.copy_(x), lambda: torch.neg(x, out=y))
-    return 2 * x.numel() * 4 / min(microseconds([copy] * 4) for copy in copies)
+    return 2 * x.numel() * 4 / min(microseconds(lambda c=copy: [c() for _ in range(4)]) for copy in copies)
 
 
 @torch.no_grad()
@@ -101,43 +114,37 @@ def main():
     titles = zip(("batch", "filled", "cache", "SDPA", "masked", "torchflash", "/ SDPA", "/ masked", "paged", "/ whole",
                   "error", "a copy"), (6, 8, 8, 9, 9, 12, 8, 10, 9, 9, 10, 8), strict=True)  # fmt: skip
     print("".join(f"{title:>{width}}" for title, width in titles))
-    compiled, paged = (torch.compile(f, backend="torchflash") for f in (attend, attend_paged))
-    masked = torch.compile(attend_masked)
+    compiled, paged = (torch.compile(in_layers(f), backend="torchflash") for f in (attend, attend_paged))
+    masked, filled_part = torch.compile(in_layers(attend_masked)), in_layers(attend_all)
     for B in map(int, o.batches.split(",")):
         for filled in map(int, o.filled.split(",")):
             N = -(-int(filled * o.capacity) // o.page) * o.page
             torch.manual_seed(0)
             size = 2 * B * o.kv_heads * N * o.dim * 2
-            q = torch.randn(B, o.heads, o.queries, o.dim, device="cuda", dtype=torch.bfloat16)
+            queries = [
+                torch.randn(B, o.heads, o.queries, o.dim, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)
+            ]
             caches = [
                 torch.randn(2, B, o.kv_heads, N, o.dim, device="cuda", dtype=torch.bfloat16)
-                for _ in range(max(1, min(CALLS, CACHED // size + 1)))
+                for _ in range(max(1, min(LAYERS, CACHED // size + 1)))
             ]
             mask = torch.zeros(B, 1, 1, N, device="cuda", dtype=torch.bfloat16)
             mask[..., filled:] = torch.finfo(torch.bfloat16).min
 
-            def ours(i, q=q, caches=caches, mask=mask):
-                return compiled(q, *caches[i % len(caches)], mask)
-
             table = torch.randperm(B * N // o.page, device="cuda").view(B, -1)
-            shuffled = [in_pages(cache, table, o.page) for cache in caches]
-
-            def of_pages(i, q=q, shuffled=shuffled, table=table, mask=mask):
-                return paged(q, *shuffled[i % len(shuffled)], table, mask)
-
-            def rival(i, q=q, caches=caches, filled=filled):
-                k, v = caches[i % len(caches)][:, :, :, :filled]
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-            def whole(i, q=q, caches=caches, mask=mask):
-                return masked(q, *caches[i % len(caches)], mask)
-
-            k, v = (x.double().repeat_interleave(o.heads // o.kv_heads, 0) for x in caches[0][:, 0, :, :filled])
-            exact = F.scaled_dot_product_attention(q[0].double(), k, v)
-            error = max(float((f(0)[0] - exact).norm() / exact.norm()) for f in (ours, of_pages))
-            a, b, c, d = (
-                microseconds([lambda i=i, f=f: f(i) for i in range(CALLS)]) for f in (rival, whole, ours, of_pages)
-            )
+            pages = [tuple(in_pages(cache, table, o.page)) for cache in caches]
+            pairs = [tuple(cache) for cache in caches]
+            parts = [tuple(cache[:, :, :, :filled]) for cache in caches]
+            ways = [
+                lambda q=queries, c=parts: filled_part(q, c),
+                lambda q=queries, c=pairs, mask=mask: masked(q, c, mask),
+                lambda q=queries, c=pairs, mask=mask: compiled(q, c, mask),
+                lambda q=queries, c=pages, table=table, mask=mask: paged(q, c, table, mask),
+            ]
+            k, v = (x[0].double().repeat_interleave(o.heads // o.kv_heads, 0) for x in parts[0])
+            exact = F.scaled_dot_product_attention(queries[0][0].double(), k, v)
+            error = max(float((way()[0][0] - exact).norm() / exact.norm()) for way in ways[2:])
+            a, b, c, d = map(microseconds, ways)
             share = 2 * B * o.kv_heads * filled * o.dim * 2 / copied / c
             print(f"{B:>6}{filled:>8}{N:>8}{a:>9.1f}{b:>9.1f}{c:>12.1f}{c / a:>8.2f}{c / b:>10.2f}{d:>9.1f}"
                   f"{d / c:>9.2f}{error:>10.1e}{share:>8.0%}", flush=True)  # fmt: skip

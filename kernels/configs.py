@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchflash import score as sc
-from torchflash.kernels.forms import Form
+from torchflash.kernels.forms import Form, spans
 
 # Larger head dimensions are read chunk by chunk instead of held, and the columns of a result are shared out in slices,
 # each computing the scores again. By the operands' itemsize: float32 as three tf32 products needs registers.
@@ -17,6 +17,7 @@ STREAM_TILES = {2: 256, 4: 128}  # the head dimension whose tiles suit a streami
 
 
 LARGEST_BLOCK = 256  # of queries or keys
+BLOCK = (64, 64)  # of a mask by blocks: tiles as large are plain or empty
 
 
 class Tile(NamedTuple):
@@ -48,9 +49,9 @@ def chunks(dim: int) -> tuple[int, ...]:
 
 def kind(form: Form, itemsizes: Sequence[int]) -> str:
     """What a kernel's tiles depend on besides sizes: "full" or "masked" (with a tile map); "vector" where the mask
-    loads vectors along the keys, "read" or "wide" where it is a tensor as large as the scores, of 1 or 2 bytes an
-    element or of more; "bias" where such a tensor is added, "heavy" where vectors are loaded into every tile.
-    `itemsizes` are those of the captured tensors."""
+    loads vectors along the keys, "blocks" where it is a tensor of one element for each BLOCK, "read" or "wide" where it
+    is one as large as the scores, of 1 or 2 bytes an element or of more; "bias" where such a tensor is added, "heavy"
+    where vectors are loaded into every tile. `itemsizes` are those of the captured tensors."""
     loads = [sc.names(x) for x in sc.loads(form.body)]
     if any({"m", "n"} <= names for names in loads):
         return "bias"
@@ -60,9 +61,11 @@ def kind(form: Form, itemsizes: Sequence[int]) -> str:
     if keep is None:
         return "full"
     loaded = {x: sc.names(x) for x in sc.loads(keep)}
-    widths = [itemsizes[int(x.value[1:])] for x, names in loaded.items() if {"m", "n"} <= names]
-    if widths:
-        return "read" if max(widths) <= 2 else "wide"
+    tensors = [x for x, names in loaded.items() if {"m", "n"} <= names]
+    if tensors and not spans(tensors, BLOCK):
+        return "blocks"
+    if tensors:
+        return "read" if max(itemsizes[int(x.value[1:])] for x in tensors) <= 2 else "wide"
     return "vector" if any("n" in names for names in loaded.values()) else "masked"
 
 
@@ -113,11 +116,11 @@ _HOPPER: dict[str, dict[int, dict[str | None, Tile]]] = {
         # 128 elements are so many that 4 warps load them in an order of their own, into which the scores then move
         64: {
             None: Tile(64, 128, 4, 2), "bias": Tile(128, 64, 4, 3), "heavy": Tile(64, 64, 4, 2),
-            "vector": Tile(64, 64, 4, 2),
+            "vector": Tile(64, 64, 4, 2), "blocks": Tile(64, 64, 4, 2),
         },
         128: {
             None: Tile(128, 64, 4, 2), "bias": Tile(128, 128, 8, 2), "heavy": Tile(64, 64, 4, 2),
-            "wide": Tile(64, 64, 4, 2),
+            "wide": Tile(64, 64, 4, 2), "blocks": Tile(64, 64, 4, 2),
         },
         256: {None: Tile(128, 64, 8, 2)},
     },

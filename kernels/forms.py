@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchflash import score as sc
@@ -107,6 +108,22 @@ def _differences(e: Expr, kinds: dict[str, str]) -> list[Expr]:
 def is_difference(e: Expr) -> bool:
     """Whether `e` is x - y, with x and y vectors at most."""
     return e.op == "-" and not any({"m", "n"} <= sc.names(a) for a in e.args)
+
+
+def spans(loads: Sequence[Expr], blocks: tuple[int, int]) -> bool:
+    """Whether one of the loads has elements of its own for each row and key of a tile."""
+    return any({"m", "n"} <= sc.names(x) and not same_in_tile(x, blocks, False) for x in loads)
+
+
+def same_in_tile(e: Expr, blocks: tuple[int, int], rows: bool) -> bool:
+    """Whether `e` is the same in all of a tile, or in each of its `rows`: indices are in it divided by multiples of
+    `blocks` alone."""
+    for name, block in zip(("n",) if rows else ("m", "n"), blocks[::-1] if rows else blocks, strict=False):
+        if e is sc.name(name):
+            return False
+        if e.op == "//" and e.args[0] is sc.name(name) and e.args[1].op == "const":
+            return bool(e.args[1].value > 0 and e.args[1].value % block == 0)
+    return all(same_in_tile(a, blocks, rows) for a in e.args)
 
 
 def _raised(fill: float) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torchflash import score as sc
 from torchflash.kernels import generated
-from torchflash.kernels.forms import Form, float32, is_difference
+from torchflash.kernels.forms import Form, float32, is_difference, same_in_tile, spans
 from torchflash.kernels.program import G, P, Program, S, kind_map
 from torchflash.score import Expr
 
@@ -432,7 +432,7 @@ def range_function(
 
     def ends(leaf: Expr) -> tuple[str, str]:
         kind, reduced = printer.kind(leaf), ""
-        if _same_in_tile(leaf, blocks, rows):
+        if same_in_tile(leaf, blocks, rows):
             leaf = sc.substitute(leaf, STARTS)
             reduced = ", None, 2" if rows else ""
         elif "n" in sc.names(leaf):
@@ -466,29 +466,13 @@ STARTS = {sc.name("m"): sc.name("m_start"), sc.name("n"): sc.name("n_start")}
 _LOGIC, _ARITHMETIC = {"&", "|", "~"}, {"+", "-", "*", "neg", "//", "%", "abs", "minimum", "maximum", "int"}
 
 
-def spans(loads: Sequence[Expr], blocks: tuple[int, int]) -> bool:
-    """Whether one of the loads has elements of its own for each row and key of a tile."""
-    return any({"m", "n"} <= sc.names(x) and not _same_in_tile(x, blocks, False) for x in loads)
-
-
-def _same_in_tile(e: Expr, blocks: tuple[int, int], rows: bool) -> bool:
-    """Whether `e` is the same in all of a tile, or in each of its `rows`: indices are in it divided by multiples of
-    `blocks` alone."""
-    for name, block in zip(("n",) if rows else ("m", "n"), blocks[::-1] if rows else blocks, strict=False):
-        if e is sc.name(name):
-            return False
-        if e.op == "//" and e.args[0] is sc.name(name) and e.args[1].op == "const":
-            return bool(e.args[1].value > 0 and e.args[1].value % block == 0)
-    return all(_same_in_tile(a, blocks, rows) for a in e.args)
-
-
 def _ranged(
     e: Expr, kinds: dict[str, str], leaves: dict[Expr, None], blocks: tuple[int, int], rows: bool, kind: str = "b"
 ) -> bool:
     """Finds the parts of a condition whose ranges are found by evaluating them: the largest that are the same in a
     tile, or load something along one axis at most, and single loads. False where a part that loads is not of the kind
     that is wanted, or is combined by what intervals do not say."""
-    same = {"m", "n"} <= sc.names(e) and _same_in_tile(e, blocks, rows)
+    same = {"m", "n"} <= sc.names(e) and same_in_tile(e, blocks, rows)
     if not sc.loads(e) and not same:
         return all(_ranged(a, kinds, leaves, blocks, rows) for a in e.args if sc.is_bool(a))
     if sc.kind(e, kinds) == kind and (same or (rows and e.op == "load") or not {"m", "n"} <= sc.names(e)):
@@ -512,4 +496,4 @@ def is_exact(condition: Expr) -> bool:
 
 
 __all__ = ["G", "adjoint_function", "bound_function", "condition_function", "gradient_function", "is_exact",
-           "masked_function", "range_function", "spans", "value_function"]  # fmt: skip
+           "masked_function", "range_function", "value_function"]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchflash import score as sc
 from torchflash.kernels import lower, mask, replay
-from torchflash.kernels.forms import Form
+from torchflash.kernels.forms import Form, spans
 from torchflash.kernels.launcher import Started, cdiv, device_guard, start
 from torchflash.kernels.mask import KEYS, ORDER_KEYS, ROWS, Mask
 from torchflash.kernels.memory import empty
@@ -79,16 +79,16 @@ class States(Starting):
         """Fills `states` [batches, heads, rows, columns] int8 of tiles of `blocks`, and marks rows in `uneven`."""
         rows, columns = states.shape[2:]
         loads = sc.loads(*self.mask.expressions)
-        spans = lower.spans(loads, blocks)
-        width = max(1, (LOOKED_AT if spans or uneven is not None else TOGETHER) // blocks[1])
-        if not spans and uneven is None and not any("n" in sc.names(x) and "m" not in sc.names(x) for x in loads):
+        of_rows = spans(loads, blocks)
+        width = max(1, (LOOKED_AT if of_rows or uneven is not None else TOGETHER) // blocks[1])
+        if not of_rows and uneven is None and not any("n" in sc.names(x) and "m" not in sc.names(x) for x in loads):
             width = WIDTH  # of each tile, nothing is read but for all its keys together
 
         def others() -> dict[str, Any]:
             keys = width * blocks[1]
             return {
                 "S": self.S, "HEADS": self.heads, "M": self.M, "N": self.N, **self.sizes,
-                **self._functions(blocks, spans, uneven is not None), "TAIL": self.N % keys > 0,
+                **self._functions(blocks, of_rows, uneven is not None), "TAIL": self.N % keys > 0,
                 "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "ROWS": min(blocks[0], max(1, ELEMENTS // keys)),
                 "TILES": width,
             }  # fmt: skip
@@ -97,13 +97,14 @@ class States(Starting):
         changing = {"STATES": states, "UNEVEN": uneven, "T": T}
         self.start(tile_states, (blocks, uneven is None), grid, changing, others)
 
-    def _functions(self, blocks: tuple[int, int], spans: bool, marks: bool) -> dict[str, Any]:
+    def _functions(self, blocks: tuple[int, int], of_rows: bool, marks: bool) -> dict[str, Any]:
         kinds, keep, plain, ranks = self.mask.kinds, self.mask.keep, self.mask.plain, self.ranks
         value = self.mask.value if marks else None
-        ranges, exact = lower.range_function(kinds, keep, plain, value, ranks, blocks), spans and lower.is_exact(keep)
+        ranges = lower.range_function(kinds, keep, plain, value, ranks, blocks)
+        exact = of_rows and lower.is_exact(keep)
         looks = ranges is None or (marks and not exact)
         return {
-            "RANGES": ranges, "OF_ROWS": spans, "EXACT": exact,
+            "RANGES": ranges, "OF_ROWS": of_rows, "EXACT": exact,
             "VALUE": None if value is None else lower.masked_function(kinds, value, ranks),
             "KEEP": lower.condition_function(kinds, keep, ranks) if looks else None,
             "PLAIN": lower.condition_function(kinds, plain, ranks) if looks and plain is not None else None,
@@ -127,7 +128,7 @@ def fill(
     with device_guard(states.device):
         finder.find((ROWS, KEYS), pointers(captures), states, rest[0] if mask.rows else None)
         if mask.order:
-            order(finder, None, states, (ROWS, KEYS), (ROWS, ORDER_KEYS), shape[2:], False, False, *rest)
+            order(finder, None, states, (ROWS, KEYS), (ROWS, ORDER_KEYS), shape[2:], False, True, *rest)
 
 
 def order(
@@ -200,7 +201,7 @@ class Maps(Starting):
     def _order(self, blocks: tuple[int, int], columns: bool, o: Operands) -> dict[str, Any]:
         given, key = o.problem.tile_map, (*blocks, columns)
         if len(given) == 3 and not columns and self.M <= blocks[0] and blocks[1] == ORDER_KEYS:
-            return self._found(*given)
+            return self._found(*given, run=True)
         if key in o.made:
             found: dict[str, Any] = o.made[key]
             return found
@@ -224,18 +225,18 @@ class Maps(Starting):
         if columns and of != blocks:
             merged = empty(o.problem.q, (self.batches, self.heads, rows, cols), torch.int8)
         order(self, key, states, of, blocks, (self.M, self.N), columns, not self.loads, visits, counts, merged)
-        found = o.made[key] = self._found(states if merged is None else merged, visits, counts)
+        found = o.made[key] = self._found(states if merged is None else merged, visits, counts, not self.loads)
         if lasting is not None:
             _known[lasting] = found
             if len(_known) > REMEMBERED:
                 _known.popitem(last=False)
         return found
 
-    def _found(self, states: Tensor, order: Tensor, counts: Tensor) -> dict[str, Any]:
+    def _found(self, states: Tensor, order: Tensor, counts: Tensor, run: bool) -> dict[str, Any]:
         lines = order.shape[2]
         return {
             "STATES": states, "ORDER": order, "COUNTS": counts, "line_b": lines * self.heads if self.batches > 1 else 0,
-            "line_h": lines if self.heads > 1 else 0, "RUN": not self.loads,
+            "line_h": lines if self.heads > 1 else 0, "RUN": run,
         }  # fmt: skip
 
     def _states(self, blocks: tuple[int, int], o: Operands) -> tuple[Tensor, tuple[int, int]]:

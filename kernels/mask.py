@@ -10,8 +10,8 @@ is what it is without the mask; both are programs over `captures` and `sizes` (t
     uneven [B, H, M] int8    with `rows`: 1 for a row that keeps something, or in which `value`, what is added to the
                              scores, is not one and the same finite number
     order [B, H, 1, N / 128] int32, counts [B, H, 1, 2] int32    with `order`, of at most 64 queries: the tiles of 128
-                             keys, those that are plain first, then the cut ones, then those without a kept key; how
-                             many are plain, and how many keep something
+                             keys: plain ones that follow one another first, then all others that keep something,
+                             then the rest; how many are in the first two
 
 `rows` and `order` exclude one another. A tile may be said to be less than it is, 1 for 0 or 2, where the ranges of what
 the mask loads do not tell.
@@ -236,6 +236,9 @@ def by_torch(
         padded = torch.nn.functional.pad(states, (0, -states.shape[-1] % (ORDER_KEYS // KEYS)), value=-1)
         parts = padded.unflatten(-1, (-1, ORDER_KEYS // KEYS))
         plain = ((parts == 2) | (parts < 0)).all(-1) & (index(order.shape[-1]) < N // ORDER_KEYS)
+        first = plain.to(torch.int8).argmax(-1, keepdim=True)
+        tiles = index(order.shape[-1])
+        plain &= (tiles >= first) & (plain.cumsum(-1) == tiles - first + 1)
         kept = (parts > 0).any(-1)
         order.copy_((2 - kept.to(torch.int8) - plain.to(torch.int8)).argsort(dim=-1, stable=True))
         counts.copy_(torch.stack([plain.sum(-1), kept.sum(-1)], -1))

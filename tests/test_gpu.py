@@ -46,7 +46,7 @@ def test_programs(case: Case):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_tile_maps(name: str):
-    as_good_as_can_be = name not in ("causal_padding", "integers", "heads")
+    as_good_as_can_be = name not in ("causal_padding", "integers", "heads", "small_blocks")
     for N in (210, 512, 513):
         check_map(inputs(name, 150, N, device="cuda"), as_good_as_can_be)
     check_map(inputs(name, 2, 700, device="cuda"), as_good_as_can_be=False)

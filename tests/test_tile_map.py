@@ -48,7 +48,7 @@ def test_maps_by_torch(name: str):
 @interpreted
 @pytest.mark.parametrize("name", MASKS)
 def test_maps_by_kernels(name: str):
-    check_map(inputs(name), as_good_as_can_be=name not in ("causal_padding", "integers", "heads"))
+    check_map(inputs(name), as_good_as_can_be=name not in ("causal_padding", "integers", "heads", "small_blocks"))
 
 
 @pytest.mark.parametrize("name", ["padding", "lengths", "documents", "bool"])
@@ -100,7 +100,7 @@ def test_tiles_of_other_sizes(tile: tuple[int, int]):
         f"{kernel}.BLOCK_M={tile[0]};{kernel}.BLOCK_N={tile[1]}" for kernel in ("forward", "backward_kv", "backward_q")
     )
     for name in ("added", "documents"):
-        check_attention(replace(inputs(name, 150, 140), tuning=tuning))
+        check_attention(replace(inputs(name, 140, 150), tuning=tuning))
 
 
 @interpreted
@@ -256,4 +256,4 @@ def test_attention_by_hand_makes_one():
     assert made.count(OP.default) == 1
     expected = F.scaled_dot_product_attention(q, q, q, bias.tril())
     torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(dq, torch.autograd.grad(expected.square().sum(), q)[0])
+    torch.testing.assert_close(dq, torch.autograd.grad(expected.square().sum(), q)[0], rtol=1e-5, atol=1e-5)

@@ -64,6 +64,14 @@ MASKS = {
         "where(t0[h, m, n] & (n <= m + 60), 0.25 * s, -inf)", "t0[h, m, n] & (n <= m + 60)", -INF,
         lambda B, M, N: [torch.rand(2, M, N) < 0.01 + (torch.arange(N) < 3)],
     ),
+    "blocks": Masked(
+        "where(t0[m // 64, n // 64], 0.25 * s, -1e9)", "t0[m // 64, n // 64]", -1e9,
+        lambda B, M, N: [torch.rand(-(-M // 64), -(-N // 64)) < 0.5],
+    ),
+    "small_blocks": Masked(
+        "where(t0[m // 16, n // 32] & (n <= m), 0.25 * s, -inf)", "t0[m // 16, n // 32] & (n <= m)", -INF,
+        lambda B, M, N: [torch.rand(-(-M // 16), -(-N // 32)) < 0.1 + (torch.arange(-(-N // 32)) < 1)],
+    ),
     "integers": Masked(
         "where(t0[m, n] + t1[n] > 0, 0.25 * s, -1e9)", "t0[m, n] + t1[n] > 0", -1e9,
         lambda B, M, N: [torch.randint(-3, 2, (M, N)), torch.randint(0, 2, (N,))],
@@ -129,6 +137,7 @@ def check_map(x: Inputs, as_good_as_can_be: bool) -> None:
         by_line = (x.flatten(0, 1) for x in (order[:, :, 0], counts[:, :, 0], some, cut))
         for line, count, keeps, cuts in zip(*by_line, strict=True):
             plain_ones = (~cuts & whole).nonzero().flatten().tolist()
+            plain_ones = [n for i, n in enumerate(plain_ones) if n == plain_ones[0] + i]
             kept_ones = keeps.nonzero().flatten().tolist()
             tiles = line.tolist()
             assert count.tolist() == [len(plain_ones), len(kept_ones)] and tiles[: len(plain_ones)] == plain_ones
