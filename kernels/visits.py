@@ -159,18 +159,19 @@ def any_of_tiles(x, TILES: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def merged_state(
-    states, line, tile, lines, tiles, to_line, to_tile, LINE_PARTS: tl.constexpr, LINE_SPLIT: tl.constexpr,
+    states, line, tile, count, lines, tiles, to_line, to_tile, LINE_PARTS: tl.constexpr, LINE_SPLIT: tl.constexpr,
     TILE_PARTS: tl.constexpr, TILE_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The state of tiles that are LINE_PARTS x TILE_PARTS of the `lines` x `tiles` of `states`, or of which LINE_SPLIT
-    x TILE_SPLIT are one of those; -1 where none exists."""
+    x TILE_SPLIT are one of those; -1 for those from `count` on, which do not exist, also where their part of one of
+    `states` lies behind the last key (or query)."""
     largest = tl.full(tile.shape, -1, tl.int32)
     least = tl.full(tile.shape, 2, tl.int32)
     for i in tl.static_range(LINE_PARTS):
         for j in tl.static_range(TILE_PARTS):
             at_line = line // LINE_SPLIT * LINE_PARTS + i
             at_tile = tile // TILE_SPLIT * TILE_PARTS + j
-            exists = (at_line < lines) & (at_tile < tiles)
+            exists = (at_line < lines) & (at_tile < tiles) & (tile < count)
             state = tl.load(states + at_line * to_line + at_tile * to_tile, mask=exists, other=-1).to(tl.int32)
             largest = tl.maximum(largest, state)
             least = tl.minimum(least, tl.where(exists, state, 2))
@@ -199,15 +200,15 @@ def tile_order(
         for start in range(0, tiles, WIDTH):
             tile = start + tl.arange(0, WIDTH)
             state = merged_state(
-                states, line, tile, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT, TILE_PARTS,
-                TILE_SPLIT,
+                states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT,
+                TILE_PARTS, TILE_SPLIT,
             )  # fmt: skip
             first = tl.minimum(first, tl.min(tl.where((state == 2) & (tile < whole), tile, tiles), 0))
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)
         state = merged_state(
-            states, line, tile, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT, TILE_PARTS,
-            TILE_SPLIT,
+            states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT,
+            TILE_PARTS, TILE_SPLIT,
         )  # fmt: skip
         is_plain = (state == 2) & (tile < whole)
         if RUN:
@@ -223,8 +224,8 @@ def tile_order(
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)
         state = merged_state(
-            states, line, tile, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT, TILE_PARTS,
-            TILE_SPLIT,
+            states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT,
+            TILE_PARTS, TILE_SPLIT,
         )  # fmt: skip
         is_plain = (state == 2) & (tile < whole)
         if RUN:

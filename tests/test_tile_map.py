@@ -104,6 +104,16 @@ def test_tiles_of_other_sizes(tile: tuple[int, int]):
 
 
 @interpreted
+@pytest.mark.parametrize("tile", [(64, 32), (32, 64), (16, 16)], ids=str)
+def test_parts_of_a_tile_of_the_map_that_do_not_exist(tile: tuple[int, int]):
+    """Of 130 queries and 65 keys the last tile of the map is there but for a few: smaller ones end before it does."""
+    tuning = "min_seqlen=0;" + ";".join(
+        f"{kernel}.BLOCK_M={tile[0]};{kernel}.BLOCK_N={tile[1]}" for kernel in ("forward", "backward_kv", "backward_q")
+    )
+    check_attention(replace(inputs("added", 130, 65), tuning=tuning))
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["padding", "lengths"])
 def test_few_queries(name: str, monkeypatch: pytest.MonkeyPatch):
     from torchflash.kernels import launch
