@@ -87,6 +87,17 @@ def test_nothing_is_asked_for_masks_of_indices():
 
 
 @interpreted
+@pytest.mark.parametrize("never", [-(2**63), 2**63 - 1])
+def test_differences_that_overflow(never: int):
+    """Of times, one of which stands for none."""
+    times = torch.arange(70)
+    times[30] = never
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    score = "where(t0[m] - t0[n] <= 9, 0.25 * s, -1e9)"
+    check_map(Inputs(q, k, v, [times], score=score, keep="t0[m] - t0[n] <= 9", fill=-1e9), as_good_as_can_be=False)
+
+
+@interpreted
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name: str):
     check_attention(inputs(name, 70, 100))
