@@ -98,6 +98,16 @@ def test_differences_that_overflow(never: int):
 
 
 @interpreted
+@pytest.mark.parametrize("keep", ["t0[n] <= t1[m]", "t0[n] >= -inf"])
+def test_nan_is_not_at_most_what_is_infinite(keep: str):
+    times = torch.arange(70.0)
+    times[30] = float("nan")
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    score, captures = f"where({keep}, 0.25 * s, -1e9)", [times, torch.full((70,), INF)]
+    check_map(Inputs(q, k, v, captures, score=score, keep=keep, fill=-1e9), as_good_as_can_be=False)
+
+
+@interpreted
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name: str):
     check_attention(inputs(name, 70, 100))
