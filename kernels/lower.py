@@ -453,6 +453,8 @@ def range_function(
     may = sc.bounds(keep, env, _Source, known | numbers)[0]
     must = "False" if plain is None else sc.bounds(plain, env, _Source, known | numbers)[1]
     may, must = ({"True": "n0 == n0", "False": "n0 != n0"}.get(text, text) for text in (may, must))
+    if far := _far(conditions, kind_map(kinds), known, known | numbers):
+        may, must = f"({may}) | ({far})", f"({must}) & (({far}) == 0)"
     same = "n0 == n0"
     if value is not None:
         low, high = known.get(value) or ends(value)
@@ -462,6 +464,37 @@ def range_function(
     return generated.function("ranges", arguments, tuple(printer.lines), f"{may}, {must}, {same}")
 
 
+def _far(
+    conditions: Sequence[Expr], kinds: dict[str, str], known: dict[Expr, tuple[str, str]],
+    ranges: dict[Expr, tuple[str, str]],
+) -> str:  # fmt: skip
+    """Whether integers that are loaded are so large that what is made from them may not fit into 64 bits, as of what
+    stands for no time at all, or NaN may be at most what is infinite: the ranges say nothing then. "" where neither
+    can be."""
+    far: dict[Expr, None] = {}
+    products = False
+    stack = [x for e in conditions for x in sc.topological(e) if x not in known and x.op in _OVERFLOWING]
+    while stack:
+        e = stack.pop()
+        if e in known:
+            far[e] = None
+        else:
+            products |= e.op == "*"
+            stack += e.args
+    room = 2**31 if products else 2**60
+    found = [f"({known[e][0]} < {-room}) | ({known[e][1]} > {room})" for e in far]
+    for e in dict.fromkeys(x for c in conditions for x in sc.topological(c) if x.op in ("<=", ">=") and x not in known):
+        low, high = e.args if e.op == "<=" else e.args[::-1]
+        harmless = "f" not in (sc.kind(low, kinds), sc.kind(high, kinds))
+        harmless |= low.op == "const" and low.value > -math.inf
+        harmless |= high.op == "const" and high.value < math.inf
+        if low in ranges and high in ranges and not harmless:
+            a, b = ranges[low][1], ranges[high][0]
+            found.append(f'({a} == {b}) & (({a} == float("inf")) | ({a} == float("-inf")))')
+    return " | ".join(found)
+
+
+_OVERFLOWING = {"+", "-", "*", "neg", "abs"}
 STARTS = {sc.name("m"): sc.name("m_start"), sc.name("n"): sc.name("n_start")}
 _LOGIC, _ARITHMETIC = {"&", "|", "~"}, {"+", "-", "*", "neg", "//", "%", "abs", "minimum", "maximum", "int"}
 

@@ -162,8 +162,9 @@ def merged_state(
     states, line, tile, count, lines, tiles, to_line, to_tile, LINE_PARTS: tl.constexpr, LINE_SPLIT: tl.constexpr,
     TILE_PARTS: tl.constexpr, TILE_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The state of tiles, of which there are `count`, that are LINE_PARTS x TILE_PARTS of the `lines` x `tiles` of
-    `states`, or of which LINE_SPLIT x TILE_SPLIT are one of those; -1 where none exists."""
+    """The state of tiles that are LINE_PARTS x TILE_PARTS of the `lines` x `tiles` of `states`, or of which LINE_SPLIT
+    x TILE_SPLIT are one of those; -1 for those from `count` on, which do not exist, also where their part of one of
+    `states` lies behind the last key (or query)."""
     largest = tl.full(tile.shape, -1, tl.int32)
     least = tl.full(tile.shape, 2, tl.int32)
     for i in tl.static_range(LINE_PARTS):
@@ -199,15 +200,15 @@ def tile_order(
         for start in range(0, tiles, WIDTH):
             tile = start + tl.arange(0, WIDTH)
             state = merged_state(
-                states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT, TILE_PARTS,
-                TILE_SPLIT,
+                states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT,
+                TILE_PARTS, TILE_SPLIT,
             )  # fmt: skip
             first = tl.minimum(first, tl.min(tl.where((state == 2) & (tile < whole), tile, tiles), 0))
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)
         state = merged_state(
-            states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT, TILE_PARTS,
-            TILE_SPLIT,
+            states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT,
+            TILE_PARTS, TILE_SPLIT,
         )  # fmt: skip
         is_plain = (state == 2) & (tile < whole)
         if RUN:
@@ -223,8 +224,8 @@ def tile_order(
     for start in range(0, tiles, WIDTH):
         tile = start + tl.arange(0, WIDTH)
         state = merged_state(
-            states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT, TILE_PARTS,
-            TILE_SPLIT,
+            states, line, tile, tiles, given_lines, given_tiles, to_line, to_tile, LINE_PARTS, LINE_SPLIT,
+            TILE_PARTS, TILE_SPLIT,
         )  # fmt: skip
         is_plain = (state == 2) & (tile < whole)
         if RUN:

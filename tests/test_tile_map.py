@@ -87,6 +87,27 @@ def test_nothing_is_asked_for_masks_of_indices():
 
 
 @interpreted
+@pytest.mark.parametrize("never", [-(2**63), 2**63 - 1])
+def test_differences_that_overflow(never: int):
+    """Of times, one of which stands for none."""
+    times = torch.arange(70)
+    times[30] = never
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    score = "where(t0[m] - t0[n] <= 9, 0.25 * s, -1e9)"
+    check_map(Inputs(q, k, v, [times], score=score, keep="t0[m] - t0[n] <= 9", fill=-1e9), as_good_as_can_be=False)
+
+
+@interpreted
+@pytest.mark.parametrize("keep", ["t0[n] <= t1[m]", "t0[n] >= -inf"])
+def test_nan_is_not_at_most_what_is_infinite(keep: str):
+    times = torch.arange(70.0)
+    times[30] = float("nan")
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    score, captures = f"where({keep}, 0.25 * s, -1e9)", [times, torch.full((70,), INF)]
+    check_map(Inputs(q, k, v, captures, score=score, keep=keep, fill=-1e9), as_good_as_can_be=False)
+
+
+@interpreted
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name: str):
     check_attention(inputs(name, 70, 100))
@@ -101,6 +122,16 @@ def test_tiles_of_other_sizes(tile: tuple[int, int]):
     )
     for name in ("added", "documents"):
         check_attention(replace(inputs(name, 140, 150), tuning=tuning))
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [(64, 32), (32, 64), (16, 16)], ids=str)
+def test_parts_of_a_tile_of_the_map_that_do_not_exist(tile: tuple[int, int]):
+    """Of 130 queries and 65 keys the last tile of the map is there but for a few: smaller ones end before it does."""
+    tuning = "min_seqlen=0;" + ";".join(
+        f"{kernel}.BLOCK_M={tile[0]};{kernel}.BLOCK_N={tile[1]}" for kernel in ("forward", "backward_kv", "backward_q")
+    )
+    check_attention(replace(inputs("added", 130, 65), tuning=tuning))
 
 
 @interpreted

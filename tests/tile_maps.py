@@ -44,7 +44,7 @@ def added(B: int, M: int, N: int) -> Tensor:
 
 
 def documents(B: int, M: int, N: int) -> list[Tensor]:
-    return [torch.arange(N)[None].expand(B, N) // torch.arange(37, 37 + 9 * B, 9)[:, None]]
+    return [torch.arange(max(M, N)) // torch.arange(37, 37 + 9 * B, 9)[:, None]]
 
 
 MASKS = {
