@@ -14,15 +14,16 @@ from few_queries import few
 from oracle import INF, Inputs
 from paged import WAYS as PAGED
 from paged import gathered, paged
+from tile_maps import inputs
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles, does not interpret", allow_module_level=True)
 
-from torchflash.kernels import even
+from torchflash.kernels import even, maps, mask
 from torchflash.kernels import program as programs
 from torchflash.kernels import tuning as tunings
-from torchflash.kernels.compiling import Resources, compile_launches
+from torchflash.kernels.compiling import Resources, compile_kernel, compile_launches, elsewhere, run
 from torchflash.kernels.launch import SPILLS as SPILLED_WORDS
 from torchflash.kernels.reference import Problem
 
@@ -143,6 +144,37 @@ def test_paged_keys(D, M, capability):
         kernels = compile_forward(x, capability, alike), compile_forward(gathered(x), 80, alike)
         copies, usual = (k.asm["ptx"].count("cp.async.cg.shared.global") for k in kernels)
         assert copies == usual > 0, f"{way}: {copies} of {usual}"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["causal_padding", "added", "bool", "documents", "blocks"])
+def test_tile_maps(name, capability):
+    """What finds the states of tiles and the orders; a mask as large as the scores is read 16 bytes at a time."""
+    x = inputs(name, 1024, 1024, 64, BF16)
+    captures = [c.to(BF16) if name == "added" else c for c in x.captures]
+    program = programs.read(x.score, x.keep, x.fill, x.post, programs.kinds_of(captures))
+    tensors = [t.to("meta") for t in (x.q, x.k, x.v)]
+    captures = [c.to("meta") for c in captures]
+    found = []
+
+    def start(kernel, grid, changing, others, spills=None):
+        found.append((kernel.__name__, compile_kernel(kernel, {**others(), **changing}, capability)))
+
+    wanted = mask.request(program, False, mask.expanded_dims(captures), few=False)
+    lines = [2 if "b" in wanted.axes else 1, 1]
+    made = mask._empty(captures, [*lines, 1024, 1024], wanted.rows, False)
+    with elsewhere(start, capability):
+        mine = [captures[i] for i in wanted.captures]
+        maps.fill(mask.read(programs.kinds_of(mine), *wanted[3:]), mine, [], [*lines, 1024, 1024], made)
+        assert run(Problem(*tensors, captures, (), program, 0.0, None, tile_map=made), [False] * len(captures))
+    names = [name for name, _ in found]
+    assert names.count("tile_states") == 1 and names.count("tile_order") >= 2
+    for name_, resources in found:
+        if name_.startswith("tile"):
+            assert resources.spills <= 64, (name_, resources)
+    if name in ("added", "bool"):
+        (states,) = (r for name_, r in found if name_ == "tile_states")
+        assert "ld.global.v4.b32" in states.asm["ptx"]
 
 
 def test_float32_on_hopper():
