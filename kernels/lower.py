@@ -490,7 +490,7 @@ def _far(
         harmless |= high.op == "const" and high.value < math.inf
         if low in ranges and high in ranges and not harmless:
             a, b = ranges[low][1], ranges[high][0]
-            found.append(f'({a} == {b}) & (({a} == float("inf")) | ({a} == float("-inf")))')
+            found.append(f'({a} == {b}) & (({a} + {b} == float("inf")) | ({a} + {b} == float("-inf")))')
     return " | ".join(found)
 
 

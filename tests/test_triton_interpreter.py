@@ -94,7 +94,7 @@ def test_row_statistics_are_those_of_the_scores(score: str):
     x = finfo_rows(score)
     _, (row_max, row_sum) = torch.ops.torchflash.attention(
         x.q, x.k, x.v, [], [], x.score, x.keep if "where" in score else "", x.fill, "p", 0.0, None, x.layout, "",
-        None, x.tuning,
+        None, x.tuning, [],
     )  # fmt: skip
     env = {"s": x.q.float() @ x.k.float().mT, "m": torch.arange(20)[:, None], "n": torch.arange(24)}
     scores = sc.evaluate(sc.parse(x.score), env, [], torch.float32)
