@@ -119,11 +119,11 @@ def request(program: Program, exact: bool, expanded: Expanded, few: bool) -> Req
     parts = sc.topological(*mask.expressions)
     captures = tuple(dict.fromkeys(int(x.value[1:]) for x in parts if x.op == "load"))
     sizes = tuple(dict.fromkeys(int(x.value[1:]) for x in parts if _is_size(x)))
-    targets = {f"t{i}": f"t{new}" for new, i in enumerate(captures)}
-    renamed = {sc.name(f"z{i}"): sc.name(f"z{new}") for new, i in enumerate(sizes)}
+    mapping = {f"t{i}": f"t{new}" for new, i in enumerate(captures)}
+    mapping |= {f"z{i}": f"z{new}" for new, i in enumerate(sizes)}
 
     def text(e: Expr | None) -> str:
-        return "" if e is None else str(_renamed(e, targets, renamed))
+        return "" if e is None else str(sc.renamed(e, mapping))
 
     axes = frozenset(mask.axes(expanded) & {"b", "h"})
     rows = mask.rows and not few
@@ -133,15 +133,6 @@ def request(program: Program, exact: bool, expanded: Expanded, few: bool) -> Req
 
 def _is_size(e: Expr) -> bool:
     return e.op == "name" and e.value.startswith("z")
-
-
-def _renamed(e: Expr, targets: dict[str, str], renamed: dict[Expr, Expr]) -> Expr:
-    memo = dict(renamed)
-    for x in sc.topological(e):
-        if x not in memo:
-            args = [memo[a] for a in x.args]
-            memo[x] = sc.load(targets[x.value], args) if x.op == "load" else sc.call(x.op, *args) if args else x
-    return memo[e]
 
 
 def wanted_on(device: torch.device) -> bool:

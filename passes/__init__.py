@@ -2,7 +2,8 @@
 
 Order of reading: `rewrite` (the pass), `composites` and `sdpa`, `attention` (the proof), `softmax` and `normal`,
 `contraction`, `sums`, `pieces`, `beside`, `reader` with its handlers in `leaves`, `pointwise`, `creation`, `views` and
-`lookups`, `index` (index algebra), `mutation`, `program` and `table` (what the kernels are told), `replace`.
+`lookups`, `index` (index algebra), `mutation`, `paged`, `program` and `table` (what the kernels are told),
+`replace`.
 """
 
 from torchflash.passes import creation, leaves, lookups, pointwise, views  # noqa: F401  (register their handlers)

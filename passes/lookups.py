@@ -14,7 +14,7 @@ from torchflash.passes.graph import argument, operation, tensor, value
 from torchflash.passes.leaves import reduction
 from torchflash.passes.pointwise import compare
 from torchflash.passes.reader import Indices, Reader, Unreadable, positive_dim, reads
-from torchflash.passes.views import VIEWS, View, from_end, shape_of, shifted, size_of, sliced
+from torchflash.passes.views import VIEWS, View, from_end, registered_in, shape_of, shifted, size_of, sliced
 from torchflash.score import Expr, build, const
 
 Args = tuple[Any, ...]
@@ -151,20 +151,7 @@ LOOKUPS["index"] = lambda r, node, args, kwargs, index: (
 )
 
 
-def lookup(*names: str) -> Any:
-    """Registers a lookup whose indices are never negative."""
-
-    def register(f: Any) -> Any:
-        LOOKUPS.update(dict.fromkeys(names, f))
-
-        @reads(*names)
-        def read(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-            source, at = f(r, node, args, kwargs, index)
-            return r.read(source, at, node)
-
-        return f
-
-    return register
+lookup = registered_in(LOOKUPS)  # whose indices are never negative
 
 
 def _indexed(

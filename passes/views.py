@@ -33,23 +33,28 @@ def size_of(x: Any) -> ix.Index:
     return ix.size_of(v)
 
 
+def registered_in(table: dict[str, Any]) -> Any:
+    """A decorator, by names, for (reader, node, args, kwargs, index) -> (source, index of the source): it goes into the
+    table, and such nodes are read through it."""
+
+    def named(*names: str) -> Any:
+        def register(f: Any) -> Any:
+            table.update(dict.fromkeys(names, f))
+
+            @reads(*names)
+            def read(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
+                source, at = f(r, node, args, kwargs, index)
+                return r.read(source, tuple(at), node)
+
+            return f
+
+        return register
+
+    return named
+
+
 VIEWS: dict[str, Any] = {}
-
-
-def view(*names: str) -> Any:
-    """Registers a view: (reader, node, args, kwargs, index) -> (source, index of the source)."""
-
-    def register(f: Any) -> Any:
-        VIEWS.update(dict.fromkeys(names, f))
-
-        @reads(*names)
-        def read(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
-            source, at = f(r, node, args, kwargs, index)
-            return r.read(source, tuple(at), node)
-
-        return f
-
-    return register
+view = registered_in(VIEWS)
 
 
 def peel_steps(r: Reader, operand: Operand) -> list[Operand]:

@@ -296,7 +296,7 @@ def _planned(
     sizes = [i for i in range(len(LENGTHS)) if f"z{i}" in used]
     mapping = {f"t{i}": f"t{new}" for new, i in enumerate(captures)}
     mapping |= {f"z{i}": f"z{new}" for new, i in enumerate(sizes)}
-    written = ["" if e is None else str(_renamed(e, mapping)) for e in texts]
+    written = ["" if e is None else str(sc.renamed(e, mapping)) for e in texts]
     return Plan(
         written[0], written[1], written[2], tuple(known.tensors[i] for i in captures), tuple(LENGTHS[i] for i in sizes)
     )
@@ -479,23 +479,11 @@ def _folded(e: Expr) -> Expr:
     return memo[e]
 
 
-def _renamed(e: Expr, mapping: Mapping[str, str]) -> Expr:
-    memo: dict[Expr, Expr] = {}
-    for x in sc.topological(e):
-        args = [memo[a] for a in x.args]
-        if x.op in ("name", "load"):
-            target = mapping.get(x.value, x.value)
-            memo[x] = load(target, args) if x.op == "load" else name(target)
-        else:
-            memo[x] = sc.call(x.op, *args) if args else x
-    return memo[e]
-
-
 def _check_kinds(x: Expr, known: _Names) -> None:
     memo: dict[Expr, Any] = {}
 
     def text(e: Expr) -> str:
-        return repr(str(_renamed(e, known.written)))
+        return repr(str(sc.renamed(e, known.written)))
 
     for e in sc.topological(x):
         kind = sc.kind(e, known.kinds, memo)

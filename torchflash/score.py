@@ -174,6 +174,19 @@ def substitute(expr: Expr, mapping: Mapping[Expr, Expr], make: Callable[..., Exp
     return memo[expr]
 
 
+def renamed(expr: Expr, mapping: Mapping[str, str]) -> Expr:
+    """With other names, and targets of loads."""
+    memo: dict[Expr, Expr] = {}
+    for e in topological(expr):
+        args = [memo[a] for a in e.args]
+        if e.op in ("name", "load"):
+            target = mapping.get(e.value, e.value)
+            memo[e] = load(target, args) if e.op == "load" else name(target)
+        else:
+            memo[e] = call(e.op, *args) if args else e
+    return memo[expr]
+
+
 class _Kinds:
     def __init__(self, captures: Mapping[str, str]):
         self.captures = captures
