@@ -2,6 +2,7 @@
 its dtype alone.
 
     o, w = F.multi_head_attention_forward(q, k, v, …)    ->    the operations it consists of
+    y = torch._transformer_encoder_layer_fwd(x, …)       ->    those of nn.TransformerEncoderLayer
     mask.type_as(scores)                                 ->    mask.to(dtype=…, device=…)
 
 They are traced on the fake tensors, so they are what torch does for these arguments. A call that cannot be traced stays
@@ -11,6 +12,7 @@ as it is.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,18 +30,79 @@ from torchflash.passes.graph import tensor, value
 
 log = logging.getLogger(__name__)
 
-COMPOSITES: frozenset[Any] = frozenset((F.multi_head_attention_forward, F.softmin))
+
+def encoder_layer(
+    x: Tensor,
+    dim: int,
+    heads: int,
+    weight_qkv: Tensor,
+    bias_qkv: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    weight_norm_1: Tensor,
+    bias_norm_1: Tensor,
+    weight_norm_2: Tensor,
+    bias_norm_2: Tensor,
+    weight_1: Tensor,
+    bias_1: Tensor,
+    weight_2: Tensor,
+    bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """nn.TransformerEncoderLayer as torch has it under no_grad in eval mode, x [B, N, dim], by operations.
+
+    `mask` [N, N], [B, N] of keys, or [B, heads, N, N], as `mask_type` 0, 1 or 2 says, leaves out what is not 0, also
+    where its numbers are meant to be added; a query without keys gives NaN (aten/src/ATen/native/transformers).
+    """
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, weight_qkv, bias_qkv).unflatten(-1, (3, heads, dim // heads)).permute(2, 0, 3, 1, 4)
+        if mask is None:
+            out = F.scaled_dot_product_attention(q, k, v)
+        else:
+            left_out = mask[:, None, None] if mask_type == 1 else mask
+            scores = (q / math.sqrt(dim // heads)) @ k.transpose(-2, -1)
+            out = scores.masked_fill(left_out.to(torch.bool), -math.inf).softmax(-1) @ v
+        return F.linear(out.transpose(1, 2).flatten(2), weight_out, bias_out)
+
+    def feed(x: Tensor) -> Tensor:
+        activation = F.gelu if use_gelu else F.relu
+        return F.linear(activation(F.linear(x, weight_1, bias_1)), weight_2, bias_2)
+
+    def first(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (dim,), weight_norm_1, bias_norm_1, eps)
+
+    def second(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (dim,), weight_norm_2, bias_norm_2, eps)
+
+    if norm_first:
+        x = x + attend(first(x))
+        return x + feed(second(x))
+    x = first(x + attend(x))
+    return second(x + feed(x))
+
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: F.multi_head_attention_forward,
+    F.softmin: F.softmin,
+    torch._transformer_encoder_layer_fwd: encoder_layer,
+}
 
 
 def open_composites(gm: GraphModule) -> None:
     """Replaces in `gm` every composite call by its operations."""
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target not in COMPOSITES:
+        function = COMPOSITES.get(node.target) if node.op == "call_function" else None
+        if function is None:
             continue
         several = isinstance(value(node), (tuple, list))
         if several and any(u.target is not operator.getitem for u in node.users):
             continue
-        opened = open_call(gm, node, node.target)
+        opened = open_call(gm, node, function)
         if opened is None:
             continue
         if not several:
@@ -107,7 +171,7 @@ def _traced(gm: GraphModule, node: Node, function: Callable[..., Any]) -> Opened
     return Opened(node, tuple(copy for n, copy in copies.items() if n.op != "placeholder"), outputs)
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
@@ -119,6 +183,6 @@ def _describe(node: Node, copies: dict[Node, Node]) -> None:
             continue
         copy.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
         copy.meta[key] = t = n.meta["val"]
-        if isinstance(t, torch.Tensor) and t.dtype.is_floating_point and torch.is_grad_enabled():
-            needs = any(isinstance(x := value(a), torch.Tensor) and x.requires_grad for a in copy.all_input_nodes)
+        if isinstance(t, Tensor) and t.dtype.is_floating_point and torch.is_grad_enabled():
+            needs = any(isinstance(x := value(a), Tensor) and x.requires_grad for a in copy.all_input_nodes)
             t.requires_grad_(needs and n.target is not torch.ops.aten.detach.default)

@@ -29,10 +29,10 @@ def added(*shape):
     return torch.where(kept(*shape), torch.randn(shape), -INF)
 
 
-def compiled(function, **options):
+def compiled(function, dynamic=None, **options):
     torch._dynamo.reset()
     settings = {"torchflash.inner": "aot_eager", "torchflash.sdpa": "all", **options}
-    return torch.compile(function, backend="torchflash", options=settings)
+    return torch.compile(function, backend="torchflash", options=settings, dynamic=dynamic)
 
 
 def counts():
@@ -303,6 +303,37 @@ def test_modules_of_torch(kind, checkpoints):
     inside = (lambda *inputs: checkpoint(run, *inputs, use_reentrant=False)) if checkpoints else run
     leaves = [torch.randn(2, n, 16, requires_grad=True) for n in (13, 7)]
     check(inside, leaves, rewritten=2 if kind == "decoder" else 1, plain=run)
+
+
+PADDED = torch.arange(40) > torch.tensor([[31], [20]])
+ENCODERS = {
+    "no mask": {}, "padding": {"src_key_padding_mask": PADDED}, "mask": {"src_mask": ~kept(40, 40)},
+    "added": {"src_mask": added(40, 40).nan_to_num(neginf=0.0)},
+    "both": {"src_mask": torch.ones(40, 40).triu(1) > 0, "src_key_padding_mask": PADDED},
+    "no key at all": {"src_key_padding_mask": PADDED | torch.tensor([[True], [False]])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("activation", "norm_first", "dynamic"), [("relu", False, False), ("gelu", True, True)])
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.no_grad()
+def test_encoder_layers_in_inference(name, activation, norm_first, dynamic):
+    """torch runs these by one operator, by which what a mask adds, too, leaves out all that is not 0."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, activation=activation, norm_first=norm_first, batch_first=True).eval()
+    x = torch.randn(2, 40, 16)
+    exact = layer(x, **ENCODERS[name])
+    out = compiled(layer, dynamic=dynamic)(x, **ENCODERS[name])
+    torch.testing.assert_close(out, exact, atol=2e-5, rtol=2e-5, equal_nan=True)
+    assert counts() == {"rewritten": 1}
+
+
+@torch.no_grad()
+def test_encoder_layers_without_a_mask_are_in_the_report():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    x = torch.randn(2, 40, 16)
+    torch.testing.assert_close(compiled(layer, **{"torchflash.sdpa": "masked"})(x), layer(x), atol=2e-5, rtol=2e-5)
+    assert counts() == {"skipped.sdpa": 1}
 
 
 def test_a_mask_written_afterwards():
