@@ -36,17 +36,17 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if self.min_seqlen is not None:
-            _check_int("min_seqlen", self.min_seqlen)
+            _check_int("min_seqlen", self.min_seqlen, "int or None")
             if self.min_seqlen < 0:
                 raise ValueError(f"option 'torchflash.min_seqlen' is {self.min_seqlen}; must be 0 or more, or None")
         if not isinstance(self.autotune, bool):
             raise TypeError(
-                f"option 'torchflash.autotune' must be bool, got {type(self.autotune).__name__} {self.autotune!r}"
+                f"option 'torchflash.autotune' must be bool; got {type(self.autotune).__name__} {self.autotune!r}"
             )
         for kernel, parameter, value in self.tiles:
             if kernel not in KERNELS:
                 raise ValueError(f"unknown kernel {kernel!r} in 'torchflash.{parameter}'; known: {', '.join(KERNELS)}")
-            _check_parameter(parameter, value)
+            _check_parameter(kernel, parameter, value)
         order = sorted(set(self.tiles), key=lambda t: (KERNELS.index(t[0]), PARAMETERS.index(t[1])))
         object.__setattr__(self, "tiles", tuple(order))
 
@@ -95,10 +95,10 @@ def read(text: str) -> Tuning:
         raise ValueError(f"torchflash::attention: {text!r} is not a tuning: {e}") from None
 
 
-def _check_parameter(parameter: str, value: int) -> None:
+def _check_parameter(kernel: str, parameter: str, value: int) -> None:
     if parameter not in PARAMETERS:
         raise ValueError(f"unknown parameter {parameter!r}; known: {', '.join(PARAMETERS)}")
-    _check_int(parameter, value)
+    _check_int(parameter, value, f"int, or a dict of {', '.join(KERNELS)} to int, or None")
     if parameter.startswith("BLOCK"):
         fits = 16 <= value <= LARGEST_BLOCK and value & (value - 1) == 0
         must = f"a power of two from 16 to {LARGEST_BLOCK}"
@@ -107,9 +107,9 @@ def _check_parameter(parameter: str, value: int) -> None:
     else:
         fits, must = value in STAGES, f"from {STAGES[0]} to {STAGES[-1]}"
     if not fits:
-        raise ValueError(f"option 'torchflash.{parameter}' is {value}; must be {must}")
+        raise ValueError(f"option 'torchflash.{parameter}' is {value} for {kernel}; must be {must}")
 
 
-def _check_int(name: str, value: object) -> None:
+def _check_int(name: str, value: object, must: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"option 'torchflash.{name}' must be int, got {type(value).__name__} {value!r}")
+        raise TypeError(f"option 'torchflash.{name}' must be {must}; got {type(value).__name__} {value!r}")

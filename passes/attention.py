@@ -299,7 +299,7 @@ def _block(
             "unknown_op", f"the reader does not know {operation(unknown) or unknown.target} of the scores", unknown
         )
     if not proper:
-        return Failure("no_scores", "what is normalised is not a contraction of queries with keys", weights.softmax)
+        return Failure("no_scores", node=weights.softmax)
     # a contraction of masks, or of one element, may look like one of queries and keys
     main = max(
         proper, key=lambda x: (any(_needs_gradient(o) for o in sides[x]), len(products[x].summed), _extent(products[x]))

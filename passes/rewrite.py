@@ -8,6 +8,7 @@ is left alone.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any
@@ -89,7 +90,7 @@ def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipp
     names = {operation(n) for n in gm.graph.nodes}
     if not CONTRACTIONS & names or not (ANCHORS & names or any(map(_is_exponential, gm.graph.nodes))):
         return [
-            _skip(n, Failure("no_values", "the graph contracts nothing"))
+            _skip(n, Failure("no_values"))
             for n in gm.graph.nodes
             if operation(n) in ANCHORS
         ]
@@ -310,6 +311,10 @@ def _apply(
             candidates.remove(c)
             user = users[0]
             what = "returned" if user.op == "output" else f"used by {user.name}"
+            if where := locate(user)["source"]:
+                what += f" in {where}"
+            elif _innermost(user) is torch.nn.MultiheadAttention:
+                what += ", unless it is called with need_weights=False"
             for block, _ in c.parts:
                 failures[block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
     order = r.versions.order
@@ -330,7 +335,7 @@ def _apply(
             failures.update((block.softmax, calls) for block, _ in c.parts)
             continue
         rewritten.append(c)
-        kept = Failure("no_scores", "what is normalised is not a contraction of queries with keys")
+        kept = Failure("no_scores")
         failures.update((g.softmax, kept) for g in c.given)
         for (block, programs_), call in zip(c.parts, calls, strict=True):
             record = _rewritten(block, programs_, call)
@@ -345,7 +350,7 @@ def _apply(
         if n in dead and not n.users:
             gm.graph.erase_node(n)
     done = {n for c in rewritten for n in (*c.chain, *(b.softmax for b, _ in c.parts))}
-    unknown = Failure("no_values", "the result is not contracted with values")
+    unknown = Failure("no_values")
     for node in order:
         if node in alive and node not in done and (node in failures or operation(node) in ANCHORS):
             records.append((order[node], _skip(node, failures.get(node, unknown))))
@@ -448,4 +453,35 @@ def _rewritten(block: Attention, p: Programs, operator_: Node) -> Rewritten:
 
 def _skip(node: Node, failure: Failure) -> Skipped:
     at = failure.node.name if failure.node is not None and failure.node is not node else ""
-    return Skipped(**locate(node), code=failure.code, reason=failure.reason, at=at)
+    return Skipped(**locate(node), code=failure.code, reason=failure.reason or _cut_off(node, failure.code), at=at)
+
+
+def _innermost(node: Node) -> Any:
+    """The class of the module that a node belongs to."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][1] if stack else None
+
+
+def _cut_off(node: Node, code: str) -> str:
+    """What of the attention of a softmax a graph break has left to another graph; "" where that is not to be seen."""
+    if code == "no_scores":
+        ends = _ends(node, lambda n: n.all_input_nodes)
+        if any(n.op == "placeholder" and not isinstance(value(n), torch.nn.Parameter) for n in ends):
+            return "it is an input of this graph; mend the graph break before it, if there is one"
+    ending = getattr(node.graph.owning_module, "compile_subgraph_reason", None)
+    if code == "no_values" and ending is not None and ending.graph_break:
+        if any(n.op == "output" for n in _ends(node, lambda n: n.users)):
+            return "this graph ends at a graph break before they are; mend that"
+    return ""
+
+
+def _ends(node: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Where one comes to from `node` by operations that the reader knows and that contract nothing."""
+    stack, seen = [node], {node}
+    while stack:
+        for n in following(stack.pop()):
+            if n not in seen:
+                seen.add(n)
+                if operation(n) in HANDLERS and operation(n) not in CONTRACTIONS:
+                    stack.append(n)
+    return seen

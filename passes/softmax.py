@@ -30,10 +30,10 @@ from torchflash.score import Expr, build, const, name
 @dataclass(frozen=True)
 class Failure:
     """Why a softmax is not the softmax of an attention block: the report's skip code, the words, and where it
-    failed."""
+    failed. Without words, what the code says is all there is to say."""
 
     code: str
-    reason: str
+    reason: str = ""
     node: Node | None = None
 
 

@@ -56,8 +56,19 @@ def test_options_override_the_mode():
         ),
         ({"min_seqlen": 0}, ValueError, "unknown option 'min_seqlen'; did you mean 'torchflash.min_seqlen'?"),
         ({"min-seqlen": 0}, ValueError, "unknown option 'min-seqlen'; did you mean 'torchflash.min_seqlen'?"),
-        ({"torchflash.strict": 1}, TypeError, "option 'torchflash.strict' must be bool, got int 1"),
-        ({"torchflash.dump": 3}, TypeError, "option 'torchflash.dump' must be str, got int 3"),
+        ({"torchflash.strict": 1}, TypeError, "option 'torchflash.strict' must be bool; got int 1"),
+        (
+            {"torchflash.allow": ["no_scores"]},
+            TypeError,
+            "option 'torchflash.allow' must be str, skip codes separated by commas; got list ['no_scores']",
+        ),
+        (
+            {"torchflash.sdpa": True},
+            TypeError,
+            "option 'torchflash.sdpa' must be str, one of masked, all, none; got bool True",
+        ),
+        ({"block_m": 64}, ValueError, "unknown option 'block_m'; did you mean 'torchflash.BLOCK_M'?"),
+        ({"torchflash.dump": 3}, TypeError, "option 'torchflash.dump' must be str or None, a folder; got int 3"),
         (
             {"torchflash.inner": "nvcc"},
             ValueError,
@@ -65,7 +76,7 @@ def test_options_override_the_mode():
         ),
     ],
     ids=["unknown key", "nearly a key", "other case", "no prefix", "no prefix, with a hyphen", "strict not bool",
-         "dump not str", "unknown inner"],
+         "allow a list", "sdpa not str", "no prefix, other case", "dump not str", "unknown inner"],
 )
 def test_errors_say_what_is_known(given, error, message):
     with pytest.raises(error) as caught:
@@ -101,15 +112,24 @@ class TestTuning:
     @pytest.mark.parametrize(
         ("given", "error", "message"),
         [
-            ({"min_seqlen": -1}, ValueError, "option 'torchflash.min_seqlen' is -1; must be 0 or more, or None"),
-            ({"min_seqlen": 1.5}, TypeError, "option 'torchflash.min_seqlen' must be int, got float 1.5"),
-            ({"min_seqlen": True}, TypeError, "option 'torchflash.min_seqlen' must be int, got bool True"),
-            ({"autotune": 1}, TypeError, "option 'torchflash.autotune' must be bool, got int 1"),
-            ({"BLOCK_M": 48}, ValueError, "option 'torchflash.BLOCK_M' is 48; must be a power of two from 16 to 256"),
-            ({"BLOCK_N": 8}, ValueError, "option 'torchflash.BLOCK_N' is 8; must be a power of two from 16 to 256"),
-            ({"BLOCK_N": "64"}, TypeError, "option 'torchflash.BLOCK_N' must be int, got str '64'"),
-            ({"num_warps": 3}, ValueError, "option 'torchflash.num_warps' is 3; must be one of 1, 2, 4, 8, 16"),
-            ({"num_stages": 9}, ValueError, "option 'torchflash.num_stages' is 9; must be from 1 to 8"),
+            ({"min_seqlen": -1}, ValueError, "'torchflash.min_seqlen' is -1; must be 0 or more, or None"),
+            ({"min_seqlen": 1.5}, TypeError, "'torchflash.min_seqlen' must be int or None; got float 1.5"),
+            ({"min_seqlen": True}, TypeError, "'torchflash.min_seqlen' must be int or None; got bool True"),
+            ({"autotune": 1}, TypeError, "'torchflash.autotune' must be bool; got int 1"),
+            ({"BLOCK_M": 8}, ValueError, "'torchflash.BLOCK_M' is 8 for forward; must be a power of two from 16 to 256"),
+            ({"num_warps": 3}, ValueError, "'torchflash.num_warps' is 3 for forward; must be one of 1, 2, 4, 8, 16"),
+            ({"num_stages": 9}, ValueError, "'torchflash.num_stages' is 9 for forward; must be from 1 to 8"),
+            (
+                {"BLOCK_N": {"backward_q": 48}},
+                ValueError,
+                "'torchflash.BLOCK_N' is 48 for backward_q; must be a power of two from 16 to 256",
+            ),
+            (
+                {"BLOCK_N": "64"},
+                TypeError,
+                "'torchflash.BLOCK_N' must be int, or a dict of forward, backward_kv, backward_q to int, or None; "
+                "got str '64'",
+            ),
             (
                 {"BLOCK_M": {"forwards": 64}},
                 ValueError,
@@ -121,7 +141,7 @@ class TestTuning:
     def test_errors(self, given, error, message):
         with pytest.raises(error) as caught:
             parse(options={f"torchflash.{key}": value for key, value in given.items()})
-        assert str(caught.value) == message
+        assert str(caught.value).removeprefix("option ") == message
 
     @pytest.mark.parametrize("text", ["min_seqlen", "forward.BLOCK_M=6", "x=3", "autotune=1", "x.num_warps=4", ";"])
     def test_the_op_refuses_what_is_not_a_tuning(self, text):

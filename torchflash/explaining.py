@@ -36,13 +36,20 @@ def explain(
     The model runs once, unrewritten, in eager mode and under the caller's grad mode, since Dynamo has to get past graph
     breaks. Buffers and random states are put back, no gradient is touched, and what the model was compiled to before
     stays in use. `options` and `dynamic` are those of torch.compile. Graphs come in the order in which they ran.
+    TypeError if `model` cannot be called.
     """
     ours, _ = parse(options=options)
+    check_callable("explain", model)
 
     def run(*args: Any, **kwargs: Any) -> Report:
         return reports_of(model, _Recorder(ours), dynamic, lambda compiled: compiled(*args, **kwargs))
 
     return run
+
+
+def check_callable(name: str, model: object) -> None:
+    if not callable(model):
+        raise TypeError(f"{name}() takes a module or a function; got {type(model).__name__} {model!r}")
 
 
 def reports_of(

@@ -60,18 +60,17 @@ class Options:
 
     def __post_init__(self) -> None:
         _check_type("strict", self.strict, bool)
-        _check_type("allow", self.allow, str)
-        _check_type("inner", self.inner, str)
+        _check_type("allow", self.allow, str, ", skip codes separated by commas")
         _check_type("verify", self.verify, bool)
         if isinstance(self.dump, os.PathLike):
             object.__setattr__(self, "dump", os.fspath(self.dump))
         if self.dump is not None:
-            _check_type("dump", self.dump, str)
-        if self.inner not in INNER:
-            raise ValueError(f"option 'torchflash.inner' is {self.inner!r}; known: {', '.join(INNER)}")
-        _check_type("sdpa", self.sdpa, str)
-        if self.sdpa not in SDPA:
-            raise ValueError(f"option 'torchflash.sdpa' is {self.sdpa!r}; known: {', '.join(SDPA)}")
+            _check_type("dump", self.dump, str, " or None, a folder")
+        for name, known in (("inner", INNER), ("sdpa", SDPA)):
+            value = getattr(self, name)
+            _check_type(name, value, str, f", one of {', '.join(known)}")
+            if value not in known:
+                raise ValueError(f"option 'torchflash.{name}' is {value!r}; known: {', '.join(known)}")
         for code in self.allowed:
             if code not in SKIP_CODES:
                 raise ValueError(f"unknown skip code {code!r} in 'torchflash.allow'; known: {_listed(SKIP_CODES)}")
@@ -105,12 +104,13 @@ def parse(mode: str | None = None, options: Mapping[str, Any] | None = None) -> 
     ours: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
     known = [PREFIX + f.name for f in fields(Options)]
+    by_name = {name.removeprefix(PREFIX).lower(): name for name in known}
     for key, value in (options or {}).items():
         if key in known:
             ours[key.removeprefix(PREFIX)] = value
         elif key.startswith(PREFIX):
             raise ValueError(f"unknown option {key!r}{_meant(key, known)} known: {_listed(known)}")
-        elif (meant := PREFIX + key.replace("-", "_")) in known and key not in list_options():
+        elif (meant := by_name.get(key.replace("-", "_").lower())) and key not in list_options():
             raise ValueError(f"unknown option {key!r}; did you mean {meant!r}?")
         else:
             inductor[key] = value
@@ -123,9 +123,10 @@ def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, An
     return dict(wrapper.config)
 
 
-def _check_type(name: str, value: object, expected: type) -> None:
+def _check_type(name: str, value: object, expected: type, meaning: str = "") -> None:
     if not isinstance(value, expected):
-        raise TypeError(f"option 'torchflash.{name}' must be {expected.__name__}, got {type(value).__name__} {value!r}")
+        must = f"{expected.__name__}{meaning}"
+        raise TypeError(f"option 'torchflash.{name}' must be {must}; got {type(value).__name__} {value!r}")
 
 
 def _meant(key: str, known: list[str]) -> str:

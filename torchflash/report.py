@@ -243,8 +243,8 @@ class SkippedError(RuntimeError):
     def __init__(self, report: Report, skipped: Sequence[Skipped]) -> None:
         lines = "\n".join(str(record) for record in skipped)
         super().__init__(
-            f"torchflash.strict: {len(skipped)} softmax{'' if len(skipped) == 1 else 'es'} not rewritten;"
-            f" mend them, accept their codes by 'torchflash.allow', or turn 'torchflash.strict' off\n{lines}"
+            f"torchflash.strict: {len(skipped)} softmax{'' if len(skipped) == 1 else 'es'} not rewritten; mend what"
+            f" is said below, accept the code by 'torchflash.allow', or turn 'torchflash.strict' off\n{lines}"
         )
         self.report = report
 

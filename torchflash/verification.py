@@ -134,7 +134,10 @@ class Verification(Sequence[Verified]):
         good = sum(block.ok for block in self.blocks)
         alone = len(self.report.skipped)
         skipped = f", {alone} softmax{'' if alone == 1 else 'es'} left alone" if alone else ""
-        head = f"torchflash.verify: {good} of {len(self.blocks)} blocks as accurate as eager{skipped}"
+        found = f"{good} of {len(self.blocks)} blocks as accurate as eager"
+        if not self.blocks:
+            found = "nothing was rewritten, so there is nothing to compare"
+        head = f"torchflash.verify: {found}{skipped}"
         columns = ["           tensor      error relative        error relative  (against float64)"]
         return "\n".join([head, *(columns if self.blocks else []), *map(str, self.nonfinite), *map(str, self.blocks)])
 

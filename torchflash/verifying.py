@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchflash.explaining import graphs_so_far, reporting, reports_of
+from torchflash.explaining import check_callable, graphs_so_far, reporting, reports_of
 from torchflash.options import Options, parse
 from torchflash.report import Rewritten
 from torchflash.verification import Collector, Comparison, Verification, compare, maximum
@@ -367,9 +367,13 @@ def verify(
 
     loss: gives the scalar to differentiate from the model's output; by default `output.loss` where there is one, else
     the sum of all outputs times fixed random numbers. Only what needs a gradient is differentiated: parameters, and
-    inputs with requires_grad. `options` and `dynamic` are those of torch.compile. Never raises for a bad block.
+    inputs with requires_grad. `options` and `dynamic` are those of torch.compile. Never raises for a bad block;
+    TypeError if `model` or `loss` cannot be called.
     """
     given, _ = parse(options=options)
+    check_callable("verify", model)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"verify(): loss must be a function of the model's output; got {type(loss).__name__} {loss!r}")
     backend = _Verifier(dataclasses.replace(given, verify=True))
 
     def run(*args: Any, **kwargs: Any) -> Verification:
