@@ -23,7 +23,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, MAX_FACTORS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
-from torchflash.passes.graph import in_place_target, operation, tensor, value
+from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.keep import keep
 from torchflash.passes.lookups import SPLITS
 from torchflash.passes.paged import paged
@@ -33,6 +33,7 @@ from torchflash.passes.replace import Emitted, choose_layout, replace
 from torchflash.passes.sdpa import begins_autocast, close_calls, open_calls
 from torchflash.passes.softmax import Failure
 from torchflash.passes.views import VIEWS
+from torchflash.passes.writes import written
 from torchflash.report import SKIP_CODES, Rewritten, Skipped, bytes_of_scores, dims, locate
 
 log = logging.getLogger(__name__)
@@ -395,7 +396,7 @@ def _effects(r: Reader, n: Node) -> bool:
     if n in r.versions.harmless:
         return False
     # drawing random numbers is none, or no dropout of aten could go
-    return in_place_target(n) is not None or (operation(n) != "dropout" and n.is_impure())
+    return bool(written(n)) or (operation(n) != "dropout" and n.is_impure())
 
 
 def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:
