@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -59,6 +60,7 @@ _SPELLINGS = {
     "xor": "ixor bitwise_xor __xor__",
 }
 OPERATORS = {name: canonical for canonical, names in _SPELLINGS.items() for name in names.split()}
+TORCH = frozenset(("torch", "_operator", "builtins", "math"))  # whose functions have these names
 
 
 def value(x: Any) -> Any:
@@ -100,14 +102,24 @@ def operation(node: Node) -> str:
     target = node.target
     if isinstance(target, str):
         text = target if node.op == "call_method" else ""
-    elif isinstance(target, torch._ops.OpOverload):
-        text = target.overloadpacket.__name__
     else:
-        text = getattr(target, "__name__", "")
+        text = _name(target)
     text = OPERATORS.get(text, text)
     if text.endswith("_") and not text.startswith("_"):
         text = text[:-1]
     return OPERATORS.get(text, text)
+
+
+@functools.cache
+def _name(target: Any) -> str:
+    """The name of a function or operator; with its namespace where it is not torch's own, but may be called alike."""
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    module, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
+    return name if module.partition(".")[0] in TORCH else f"{module}.{name}"
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:
