@@ -176,13 +176,16 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
         found = programs(r, block)
         if isinstance(found, Failure):
             return found
-        if (written := _written_since(r, block, found)) is not None:
-            return written
+        if (failure := _written_since(r, block, found)) is not None:
+            return failure
         parts.append((block, found))
     for g in given:
         if any(r.versions.written_between(node, since, r.versions.order[root]) for node, since in _reads(r, g)):
             return Failure("mutation", f"what {g.softmax.name} is multiplied by is written before the end", g.softmax)
     candidate = _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
+    for node in written(root):
+        if node not in candidate.chain:
+            return Failure("mutation", f"the result is written to {node.name}, which is there before", root)
     return candidate if len(parts) + len(given) > 1 else _in_place(r, candidate) or candidate
 
 

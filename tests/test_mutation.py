@@ -230,6 +230,19 @@ def test_outputs_written() -> None:
     run(fn, *qkv())
 
 
+@pytest.mark.parametrize("product", [torch.matmul, torch.ops.aten.matmul.out], ids=["torch", "aten"])
+@pytest.mark.parametrize("where", ["made", "given", "view"])
+def test_results_written_to_what_is_there(where: str, product: Any) -> None:
+    def fn(q: Any, k: Any, v: Any, out: Any) -> Any:
+        if where == "made":
+            out = torch.zeros_like(q)
+        product(sc(q, k).softmax(-1), v, out=out[0] if where == "view" else out)
+        return out + 1.0
+
+    q, k, v = (t.detach() for t in qkv())
+    run(fn, q, k, v, torch.zeros(2, *q.shape) if where == "view" else torch.zeros_like(q), skip="mutation", train=False)
+
+
 def test_inputs_written_are_written() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         q.mul_(0.3)
