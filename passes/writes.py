@@ -33,8 +33,7 @@ def _arguments(node: Node) -> Iterator[Any]:
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         yield from _by_schema(node, target)
     elif isinstance(target, HigherOrderOperator):
-        if _writes_inside(node, target):
-            yield node.args, node.kwargs
+        yield from _by_body(node, target)
     elif _first_is_written(node):
         yield node.args[0] if node.args else node.kwargs.get("input")
     yield node.kwargs.get("out")
@@ -52,18 +51,24 @@ def _by_schema(node: Node, op: OpOverload | OpOverloadPacket) -> Iterator[Any]:
             yield node.kwargs.get(argument.name)
 
 
-def _writes_inside(node: Node, op: HigherOrderOperator) -> bool:
-    """Whether a body that is called, or a kernel of the user, may write to what it is given."""
+def _by_body(node: Node, op: HigherOrderOperator) -> Iterator[Any]:
+    """What the body that is called writes, which takes the last arguments; all that is given to one of several bodies
+    that writes, or to a kernel of the user."""
     if op.name() == "triton_kernel_wrapper_mutation":
-        return True
+        yield node.kwargs
+        return
     owner = node.graph.owning_module
-    for x in node.all_input_nodes:
-        body = getattr(owner, str(x.target), None) if x.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            given = {storage(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")}
-            if any(storage(w) in given for n in body.graph.nodes for w in written(n)):
-                return True
-    return False
+    attributes = [getattr(owner, str(x.target), None) for x in node.all_input_nodes if x.op == "get_attr"]
+    bodies = [x for x in attributes if isinstance(x, GraphModule)]
+    for body in bodies:
+        inputs = body.graph.find_nodes(op="placeholder")
+        places = {storage(w) for n in body.graph.nodes for w in written(n)} - {None}
+        given = pytree.tree_leaves(node.args)[-len(inputs) :]
+        wrote = [storage(x) in places for x in inputs]
+        if len(bodies) == 1 and len(given) == len(inputs):
+            yield [x for x, so in zip(given, wrote, strict=True) if so]
+        elif any(wrote):
+            yield node.args
 
 
 def _first_is_written(node: Node) -> bool:

@@ -351,6 +351,25 @@ def test_kernels_of_the_user_may_write_to_all_they_are_given() -> None:
     assert written(kernel) == (x, y)
 
 
+def test_what_a_body_writes() -> None:
+    found = []
+
+    def body(x: Any, mask: Any, calls: Any) -> Any:
+        calls.add_(1)
+        mask.view(-1)[:2].neg_()
+        return x * 2.0
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.extend(w.name for n in gm.graph.nodes for w in written(n))
+        return gm
+
+    def fn(x: Any, mask: Any, calls: Any) -> Any:
+        return checkpoint(body, x, mask, calls, use_reentrant=False) + 1.0
+
+    torch.compile(fn, backend=backend)(torch.ones(2), torch.ones(4), torch.zeros(()))
+    assert sorted(found) == ["l_calls_", "l_mask_"]
+
+
 def test_long_sums() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         x = sc(q, k).softmax(-1) @ v
