@@ -459,7 +459,7 @@ def range_function(
     if value is not None:
         low, high = known.get(value) or ends(value)
         first, other = ends(sc.substitute(value, {sc.name("n"): sc.const(0)}))
-        same = f'({low} == {first}) & ({high} == {other}) & ({first} == {other}) & ({first} > float("-inf"))'
+        same = f'({low} == {first}) & ({high} == {other}) & ({low} == {high}) & ({low} > float("-inf"))'
     arguments = "b, h, m, n, inside_m, inside_n, m_start, n_start, m0, m1, n0, n1, T, S, Z"
     return generated.function("ranges", arguments, tuple(printer.lines), f"{may}, {must}, {same}")
 

@@ -2,7 +2,7 @@
 
 Order of reading: `rewrite` (the pass), `composites` and `sdpa`, `attention` (the proof), `softmax` and `normal`,
 `contraction`, `sums`, `pieces`, `beside`, `reader` with its handlers in `leaves`, `pointwise`, `creation`, `views` and
-`lookups`, `index` (index algebra), `mutation`, `paged`, `program` and `table` (what the kernels are told),
+`lookups`, `index` (index algebra), `mutation` and `writes`, `paged`, `program` and `table` (what the kernels are told),
 `replace`.
 """
 

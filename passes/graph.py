@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from typing import Any
 
@@ -60,10 +59,8 @@ _SPELLINGS = {
     "view": "_unsafe_view",
     "xor": "ixor bitwise_xor __xor__",
 }
-_OPERATORS = {name: canonical for canonical, names in _SPELLINGS.items() for name in names.split()}
-
-
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv iand ior ixor ipow imod imatmul".split())
+OPERATORS = {name: canonical for canonical, names in _SPELLINGS.items() for name in names.split()}
+TORCH = frozenset(("torch", "_operator", "builtins", "math"))  # whose functions have these names
 
 
 def value(x: Any) -> Any:
@@ -81,6 +78,17 @@ def tensor(x: Any) -> torch.Tensor | None:
     return v if isinstance(v, torch.Tensor) else None
 
 
+def storage(x: Any) -> int | None:
+    """The identity of the memory a node's tensor lives in; None when it has no ordinary storage."""
+    t = tensor(x)
+    if t is None or t.layout is not torch.strided:
+        return None
+    try:
+        return int(t.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def dtype_of(x: Any) -> torch.dtype:
     t = tensor(x)
     assert t is not None
@@ -94,51 +102,24 @@ def operation(node: Node) -> str:
     target = node.target
     if isinstance(target, str):
         text = target if node.op == "call_method" else ""
-    elif isinstance(target, torch._ops.OpOverload):
-        text = target.overloadpacket.__name__
     else:
-        text = getattr(target, "__name__", "")
-    text = _OPERATORS.get(text, text)
+        text = _name(target)
+    text = OPERATORS.get(text, text)
     if text.endswith("_") and not text.startswith("_"):
         text = text[:-1]
-    return _OPERATORS.get(text, text)
-
-
-def in_place_target(node: Node) -> Any:
-    """The argument a call writes to, or None."""
-    if node.op == "call_function":
-        text = getattr(node.target, "__name__", "")
-        if node.target is operator.setitem or text in _IN_PLACE:
-            return node.args[0]
-        if isinstance(node.target, torch._ops.OpOverload):
-            for a, argument in zip(node.args, node.target._schema.arguments, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    return a
-        elif text.endswith("_") and not text.startswith("_") and text not in _OPERATORS:
-            return node.args[0] if node.args else None
-    elif node.op == "call_method":
-        text = str(node.target)
-        if text == "__setitem__" or (text.endswith("_") and not text.endswith("__")) or text.strip("_") in _IN_PLACE:
-            return node.args[0]
-    out = node.kwargs.get("out")
-    if out is None and (node.kwargs.get("inplace") is True or _inplace_by_position(node)):
-        return node.args[0] if node.args else node.kwargs.get("input")
-    return out
-
-
-def _inplace_by_position(node: Node) -> bool:
-    """As the modules of torch.nn call their functions: dropout(x, p, training, inplace)."""
-    at = [i for i, a in enumerate(node.args) if a is True]
-    return bool(at) and node.op == "call_function" and _position_of_inplace(node.target) in at
+    return OPERATORS.get(text, text)
 
 
 @functools.cache
-def _position_of_inplace(function: Any) -> int | None:
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin
-        return None
-    return names.index("inplace") if "inplace" in names else None
+def _name(target: Any) -> str:
+    """The name of a function or operator; with its namespace where it is not torch's own, but may be called alike."""
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    module, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
+    return name if module.partition(".")[0] in TORCH else f"{module}.{name}"
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str, default: Any = None) -> Any:

@@ -23,12 +23,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchflash.passes import index as ix
 from torchflash.passes.attention import Attention
-from torchflash.passes.graph import in_place_target, operation, tensor
+from torchflash.passes.graph import operation, storage, tensor
 from torchflash.passes.index import Index
-from torchflash.passes.mutation import storage
 from torchflash.passes.program import Programs
 from torchflash.passes.reader import Reader
 from torchflash.passes.replace import Emitted
+from torchflash.passes.writes import written
 from torchflash.report import Rewritten
 from torchflash.verifying import Block, DropoutAxes, Enter, Input, Leave
 
@@ -187,7 +187,7 @@ def _between(r: Reader, root: Node, operands: set[Node], alive: set[Node], avail
                 continue
             if n is not root and (n in ends or n.op in ("placeholder", "get_attr")):
                 inputs.add(n)
-            elif n in alive and n not in again and isinstance(target := in_place_target(n), Node):
+            elif n in alive and n not in again and (target := _only_written(n)) is not None:
                 done[n] = target
                 stack.append(target)
             else:
@@ -201,6 +201,12 @@ def _between(r: Reader, root: Node, operands: set[Node], alive: set[Node], avail
         again |= missing
     ordered = _in_order(r, inputs)
     return _Block(ordered, frozenset(members), done, _problem(r, root, ordered, members))
+
+
+def _only_written(n: Node) -> Node | None:
+    """What a call writes to, if it writes to one tensor alone and its result is that."""
+    targets = written(n)
+    return targets[0] if len(targets) == 1 and storage(n) == storage(targets[0]) else None
 
 
 def _arguments(r: Reader, n: Node) -> list[Node]:
@@ -241,7 +247,7 @@ def _graph(r: Reader, root: Node, inputs: tuple[Node, ...], kept: _Block, dropou
             copies[n] = copies[kept.done[n]]
         elif n in kept.members or operation(n) in CONTEXT:
             copies[n] = copy = graph.node_copy(n, copies.__getitem__)
-            in_place = in_place_target(n) is not None
+            in_place = bool(written(n))
             copy.meta = {"dropout": in_place} if n is dropout else {}
     graph.output(copies[root])
     return graph

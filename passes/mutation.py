@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from torchflash.passes.graph import in_place_target, tensor
+from torchflash.passes.graph import storage, tensor
+from torchflash.passes.writes import written
 
 
 class Versions:
@@ -35,10 +35,12 @@ class Versions:
         for node in graph.nodes:
             args = map_arg(node.args, lambda x: current.get(x, x))
             self.resolved[node] = args, map_arg(node.kwargs, lambda x: current.get(x, x))
-            written = in_place_target(node)
-            if isinstance(written, Node) and (key := storage(written)) is not None:
+            targets = written(node)
+            for target in targets:
+                if (key := storage(target)) is None:
+                    continue
                 self.writes.setdefault(key, []).append(self.order[node])
-                whole = _covers(node, written)
+                whole = targets == (target,) and _covers(node, target)
                 external = any(o.op in ("placeholder", "get_attr") for o in members.get(key, ()))
                 for other in members.get(key, ()):
                     if whole and not external and _geometry(other) == _geometry(node):
@@ -70,17 +72,6 @@ class Versions:
         return [] if key is None else [self.nodes[w] for w in self.writes.get(key, ()) if w <= last]
 
 
-def storage(node: Node) -> int | None:
-    """The identity of the memory a node's tensor lives in; None when it has no ordinary storage."""
-    t = tensor(node)
-    if t is None or t.layout is not torch.strided:
-        return None
-    try:
-        return int(t.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 def _geometry(node: Node) -> tuple[Any, ...] | None:
     t = tensor(node)
     return (
@@ -88,10 +79,10 @@ def _geometry(node: Node) -> tuple[Any, ...] | None:
     )
 
 
-def _covers(node: Node, written: Node) -> bool:
-    """The write produced a tensor that is all of its storage."""
+def _covers(node: Node, target: Node) -> bool:
+    """The result of the write is what it has written to, and all of its storage."""
     t = tensor(node)
-    if t is None or _geometry(node) != _geometry(written):
+    if t is None or storage(node) != storage(target) or _geometry(node) != _geometry(target):
         return False
     size = t.numel() * t.element_size()
     total = t.untyped_storage().nbytes()

@@ -24,7 +24,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, MAX_FACTORS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
-from torchflash.passes.graph import in_place_target, operation, tensor, value
+from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.keep import keep
 from torchflash.passes.lookups import SPLITS
 from torchflash.passes.paged import paged
@@ -34,6 +34,7 @@ from torchflash.passes.replace import Emitted, choose_layout, replace
 from torchflash.passes.sdpa import begins_autocast, close_calls, open_calls
 from torchflash.passes.softmax import Failure
 from torchflash.passes.views import VIEWS
+from torchflash.passes.writes import written
 from torchflash.report import SKIP_CODES, Rewritten, Skipped, bytes_of_scores, dims, locate
 
 log = logging.getLogger(__name__)
@@ -176,13 +177,16 @@ def _candidate(r: Reader, root: Node, probabilities: frozenset[Node]) -> _Candid
         found = programs(r, block)
         if isinstance(found, Failure):
             return found
-        if (written := _written_since(r, block, found)) is not None:
-            return written
+        if (failure := _written_since(r, block, found)) is not None:
+            return failure
         parts.append((block, found))
     for g in given:
         if any(r.versions.written_between(node, since, r.versions.order[root]) for node, since in _reads(r, g)):
             return Failure("mutation", f"what {g.softmax.name} is multiplied by is written before the end", g.softmax)
     candidate = _Candidate(root, tuple(parts), given, frozenset().union(*(_chain(r, b) for b in blocks)))
+    for node in written(root):
+        if node not in candidate.chain:
+            return Failure("mutation", f"the result is written to {node.name}, which is there before", root)
     return candidate if len(parts) + len(given) > 1 else _in_place(r, candidate) or candidate
 
 
@@ -400,7 +404,7 @@ def _effects(r: Reader, n: Node) -> bool:
     if n in r.versions.harmless:
         return False
     # drawing random numbers is none, or no dropout of aten could go
-    return in_place_target(n) is not None or (operation(n) != "dropout" and n.is_impure())
+    return bool(written(n)) or (operation(n) != "dropout" and n.is_impure())
 
 
 def _outside_users(r: Reader, c: _Candidate, alive: set[Node]) -> list[Node]:

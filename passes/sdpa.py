@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from torchflash.passes.composites import Opened, open_call
-from torchflash.passes.graph import in_place_target, operation, tensor
+from torchflash.passes.graph import operation, tensor
+from torchflash.passes.writes import written
 
 CALL = "scaled_dot_product_attention"
 
@@ -73,7 +74,7 @@ def _erase(gm: GraphModule, node: Node) -> None:
     stack = [node]
     while stack:
         n = stack.pop()
-        pure = n.op.startswith("call") and not n.is_impure() and in_place_target(n) is None
+        pure = n.op.startswith("call") and not n.is_impure() and not written(n)
         if pure and not n.users and not n._erased:
             stack += n.all_input_nodes
             gm.graph.erase_node(n)

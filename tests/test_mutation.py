@@ -10,6 +10,33 @@ import torch
 from forms import Form, check
 from forms.registry import NEG, Gen, sc
 from torch import nn
+from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint
+
+from torchflash.passes.writes import written
+
+OPS = torch.ops.torchflash_tests
+library = torch.library.Library("torchflash_tests", "FRAGMENT")
+library.define("append(Tensor x, Tensor(a!) keys, Tensor(b!) values) -> ()")
+library.define("append_all(Tensor x, Tensor(a!)[] caches) -> ()")
+library.define("halve(Tensor(a!) x) -> Tensor")
+
+
+def append_all(x: Any, caches: Any) -> None:
+    for cache in caches:
+        cache[1] = x
+
+
+def halve(x: Any) -> Any:
+    before = x.clone()
+    x.mul_(0.5)
+    return before
+
+
+library.impl("append", lambda x, keys, values: append_all(x, (keys, values)), "CompositeExplicitAutograd")
+library.impl("append_all", append_all, "CompositeExplicitAutograd")
+library.impl("halve", halve, "CompositeExplicitAutograd")
+library.impl("halve", torch.empty_like, "Meta")
 
 
 def run(fn: Callable[..., Any], *inputs: Any, blocks: int = 1, skip: str = "", train: bool = True) -> None:
@@ -203,6 +230,19 @@ def test_outputs_written() -> None:
     run(fn, *qkv())
 
 
+@pytest.mark.parametrize("product", [torch.matmul, torch.ops.aten.matmul.out], ids=["torch", "aten"])
+@pytest.mark.parametrize("where", ["made", "given", "view"])
+def test_results_written_to_what_is_there(where: str, product: Any) -> None:
+    def fn(q: Any, k: Any, v: Any, out: Any) -> Any:
+        if where == "made":
+            out = torch.zeros_like(q)
+        product(sc(q, k).softmax(-1), v, out=out[0] if where == "view" else out)
+        return out + 1.0
+
+    q, k, v = (t.detach() for t in qkv())
+    run(fn, q, k, v, torch.zeros(2, *q.shape) if where == "view" else torch.zeros_like(q), skip="mutation", train=False)
+
+
 def test_inputs_written_are_written() -> None:
     def fn(q: Any, k: Any, v: Any) -> Any:
         q.mul_(0.3)
@@ -253,6 +293,81 @@ def test_queries_written_between_two_pieces_of_the_scores() -> None:
 
     inputs = [x.detach() for x in (*g.qkv(), *g.qkv()[1:])]  # torch cannot differentiate this
     run(fn, *inputs, skip="*", train=False)
+
+
+APPENDS: dict[str, Callable[..., Any]] = {
+    "op": lambda x, keys, values: OPS.append.default(x, keys, values),
+    "packet": lambda x, keys, values: OPS.append(x, keys, values),
+    "keywords": lambda x, keys, values: OPS.append.default(x=x, keys=keys, values=values),
+    "list": lambda x, keys, values: OPS.append_all.default(x, [keys, values]),
+    "foreach": lambda x, keys, values: torch._foreach_mul_([keys, values], 2.0),
+    "checkpoint": lambda x, keys, values: checkpoint(append_all, x, (keys, values), use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("append", APPENDS)
+def test_caches_written_by_one_call(append: str, before: bool) -> None:
+    """Before or after they are read: keys and values that are looked up are not read through the lookup then."""
+
+    def fn(q: Any, x: Any, keys: Any, values: Any, table: Any) -> Any:
+        if before:
+            APPENDS[append](x, keys, values)
+        k, v = (t[table].flatten(1, 2).transpose(1, 2) for t in (keys, values))
+        if not before:
+            APPENDS[append](x, keys, values)
+        return sc(q, k).softmax(-1) @ v
+
+    g = Gen()
+    table = torch.tensor([[0, 1, 2], [3, 1, 4]])
+    run(fn, g.r(2, 3, 5, 8), g.r(4, 3, 8), g.r(5, 4, 3, 8), g.r(5, 4, 3, 8), table, train=False)
+
+
+def test_what_an_operator_returns_is_not_what_it_writes() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        bias = torch.arange(k.shape[2], device=q.device) * 0.1
+        OPS.halve.default(bias)
+        return (sc(q, k) + bias).softmax(-1) @ v
+
+    run(fn, *qkv())
+
+
+def test_scores_written_by_a_call_of_many() -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = sc(q, k)
+        torch._foreach_mul_([s], 2.0)
+        return s.softmax(-1) @ v
+
+    run(fn, *qkv(), skip="*", train=False)
+
+
+def test_kernels_of_the_user_may_write_to_all_they_are_given() -> None:
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    kernel = graph.call_function(
+        torch.ops.higher_order.triton_kernel_wrapper_mutation,
+        kwargs={"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1,)], "kwargs": {"X": x, "Y": y, "n": 9}},
+    )
+    assert written(kernel) == (x, y)
+
+
+def test_what_a_body_writes() -> None:
+    found = []
+
+    def body(x: Any, mask: Any, calls: Any) -> Any:
+        calls.add_(1)
+        mask.view(-1)[:2].neg_()
+        return x * 2.0
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        found.extend(w.name for n in gm.graph.nodes for w in written(n))
+        return gm
+
+    def fn(x: Any, mask: Any, calls: Any) -> Any:
+        return checkpoint(body, x, mask, calls, use_reentrant=False) + 1.0
+
+    torch.compile(fn, backend=backend)(torch.ones(2), torch.ones(4), torch.zeros(()))
+    assert sorted(found) == ["l_calls_", "l_mask_"]
 
 
 def test_long_sums() -> None:

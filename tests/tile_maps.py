@@ -57,6 +57,10 @@ MASKS = {
     ),
     "lengths": Masked("where(n < t0[b], 0.25 * s, -1e9)", "n < t0[b]", -1e9, lambda B, M, N: [N - torch.arange(B) * 7]),
     "added": Masked("0.25 * s + t0[b, 0, m, n]", LOW, -1e30, lambda *a: [added(*a)]),
+    "added_keys": Masked(
+        "0.25 * s + t0[b, n]", "~(t0[b, n] <= -1e+30)", -1e30,
+        lambda *a: [torch.zeros(*a[::2]).masked_fill(~padding(*a), MIN)],
+    ),
     "bool": Masked(
         "where(t0[b, 0, m, n], 0.25 * s, -1e9)", "t0[b, 0, m, n]", -1e9, lambda *a: [added(*a) > -1]
     ),

@@ -10,6 +10,17 @@ from forms.registry import NEG, form
 
 INF = float("inf")
 
+library = torch.library.Library("torchflash_tests", "FRAGMENT")
+library.define("matmul(Tensor x, Tensor y) -> Tensor")
+library.define("exp(Tensor x) -> Tensor")
+library.impl("matmul", lambda x, y: (x @ y) * 2, "CompositeImplicitAutograd")
+library.impl("exp", lambda x: x.sin(), "CompositeImplicitAutograd")
+
+
+@torch.compiler.allow_in_graph
+def softmax(x, dim):
+    return torch.softmax(3 * x, dim)
+
 
 # ---------------------------------------------------------------- from reading: suspicious
 @form(skip="*")
@@ -341,3 +352,19 @@ def embedding_scale_grad(g):
 def remainder_of_a_rounded_quotient(g):
     """Of 0.3 and 0.1 eager says 0.1, less a rounding, and a quotient that is rounded up to 3 says 0."""
     return (lambda q, k, v: torch.fmod(q @ k.mT, 0.1).softmax(-1) @ v), g.qkv()
+
+
+# ---------------------------------------------------------------- functions of the user, called as those of torch
+@form(skip="*")
+def matmul_of_the_user(g):
+    return (lambda q, k, v: torch.ops.torchflash_tests.matmul(q, k.mT).softmax(-1) @ v), g.qkv()
+
+
+@form(skip="*")
+def exp_of_the_user(g):
+    return (lambda q, k, v: torch.ops.torchflash_tests.exp.default(q @ k.mT).softmax(-1) @ v), g.qkv()
+
+
+@form(skip="*")
+def softmax_of_the_user(g):
+    return (lambda q, k, v: softmax(q @ k.mT, -1) @ v), g.qkv()
