@@ -6,6 +6,7 @@
 Four ways to write attention. The last returns its weights: they must exist, so the block stays as it is.
 """
 
+import argparse
 import math
 import os
 
@@ -88,4 +89,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -7,6 +7,7 @@ are measured against the same model in float64, memory as the peak of one traini
 on CUDA by torch.cuda.max_memory_allocated, on CPU from the allocations that torch.profiler records.
 """
 
+import argparse
 import copy
 import math
 import os
@@ -127,4 +128,5 @@ def main(length=None):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

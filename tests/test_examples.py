@@ -44,18 +44,18 @@ class TestInspect(expecttest.TestCase):
             self.stdout,
             """\
 torchflash: 3 rewritten, 1 skipped in 1 graph
-skipped    returns_weights (inspect_rewrites.py:64) weights_used: the scores or weights are returned [at output]
+skipped    returns_weights (inspect_rewrites.py:65) weights_used: the scores or weights are returned [at output]
            the scores or probabilities are used elsewhere, so they must exist; do not return or log them
-rewritten  padded (inspect_rewrites.py:30)
+rewritten  padded (inspect_rewrites.py:31)
            causal + key padding
            q [2, 4, 1024, 16], k [2, 4, 1024, 16], v [2, 4, 1024, 16], float32, saves 64.0 MiB
            score  where((n <= m) & t0[b, n], 0.25 * s, -inf)
            keep   (n <= m) & t0[b, n]
-rewritten  alibi (inspect_rewrites.py:45)
+rewritten  alibi (inspect_rewrites.py:46)
            ALiBi
            q [2, 4, 1024, 16], k [2, 4, 1024, 16], v [2, 4, 1024, 16], float32, saves 64.0 MiB
            score  0.25 * s - t0[h] * float(abs(m - n))
-rewritten  grouped (inspect_rewrites.py:56)
+rewritten  grouped (inspect_rewrites.py:57)
            softcap 32, GQA 2:1
            q [2, 4, 1024, 16], k [2, 2, 1024, 16], v [2, 2, 1024, 16], float32, heads 4 over 2, saves 64.0 MiB
            score  32.0 * tanh(0.03125 * s)

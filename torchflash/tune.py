@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from torchflash.functional import _planned
-from torchflash.score import ScoreError
 
 if TYPE_CHECKING:
     from torchflash.kernels.candidates import Estimate
@@ -159,8 +158,10 @@ def _case(a: argparse.Namespace) -> Case:
     )
     try:
         plan = _planned(a.score, a.keep, 1.0 / math.sqrt(D), a.causal, None, described, (), M <= N)
-    except ScoreError as e:
-        raise ValueError(str(e).removeprefix("attention(): ")) from None
+    except ValueError as e:
+        text = str(e).removeprefix("attention(): ").replace("tensors has", "--tensor gives")
+        advice = r"describe it by --tensor \1=SHAPE:DTYPE, as in slopes=H:fp32"
+        raise ValueError(re.sub(r"pass it as tensors=\{'(\w+)': …\}", advice, text)) from None
     captures = tuple(tensors[name] for name in plan.captures)
     sizes = tuple({"M": M, "N": N}[name] for name in plan.sizes)
     return Case(B, H, M, D, heads, heads, N, DV, DTYPES[a.dtype], plan.score, plan.keep, -math.inf, plan.post, captures,
