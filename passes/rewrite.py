@@ -28,6 +28,7 @@ from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.keep import keep
 from torchflash.passes.lookups import SPLITS
 from torchflash.passes.paged import paged
+from torchflash.passes.products import open_products
 from torchflash.passes.program import Programs, programs
 from torchflash.passes.reader import HANDLERS, Reader, batched
 from torchflash.passes.replace import Emitted, choose_layout, replace
@@ -72,6 +73,7 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
     open_composites(gm)
     name_dtypes(gm)
     opened, left = open_calls(gm, options.sdpa, unsure)
+    opened += open_products(gm)
     order = {n.name: i for i, n in enumerate(gm.graph.nodes)}
     records: list[Rewritten | Skipped] = [_skip(n, Failure("sdpa", why)) for n, why in left.items()]
     closed: set[str] = set()

@@ -163,6 +163,17 @@ def by_einsum(gm: GraphModule, node: Node) -> Node | None:
 
 
 @rule
+def by_sum(gm: GraphModule, node: Node) -> Node | None:
+    """q @ k as the sum over the products of all pairs."""
+    found = _products(node)
+    a, b = (shown(x) for x in found[:2]) if found else (None, None)
+    if found is None or a is None or b is None or a.dtype != b.dtype or not a.is_floating_point():
+        return None
+    product = call(gm, torch.mul, call(gm, torch.unsqueeze, found[0], -1), call(gm, torch.unsqueeze, found[1], -3))
+    return call(gm, torch.sum, product, -2)
+
+
+@rule
 def transposed_einsum(gm: GraphModule, node: Node) -> Node | None:
     """q @ k.transpose(-2, -1) as an einsum of q and k."""
     found = two(node, MATMUL)

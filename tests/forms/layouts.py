@@ -94,6 +94,60 @@ def tensordot_over_two_dims(g):
     ), (g.r(g.S, 2, 4), g.r(g.S, 4, 2), g.r(g.S, 5))
 
 
+# ------------------------------------------------------------------ products that are multiplied out and summed
+@form()
+def products_summed(g):
+    def fn(q, k, v):
+        s = (q[:, :, :, None] * k[:, :, None]).sum(-1) * 0.3
+        return (s.softmax(-1)[..., None] * v[:, :, None]).sum(dim=3)
+
+    return fn, g.qkv(dv=5)
+
+
+@form()
+def products_summed_with_dims_kept(g):
+    def fn(q, k, v, m):
+        s = torch.sum(torch.mul(k.unsqueeze(2), q.unsqueeze(3)), dim=(-1,), keepdim=True)
+        p = s.masked_fill(~m[..., None], NEG).softmax(-2)
+        return torch.sum(p * v.unsqueeze(-3), -2, True).squeeze(-2)
+
+    return fn, (*g.qkv(), g.keep(g.S, g.S))
+
+
+@form()
+def products_summed_of_shared_keys(g):
+    return (
+        lambda q, k, v: (q[:, :, :, None, :].mul(k).sum(axis=-1).softmax(-1).unsqueeze(-1) * v).sum(-2)
+    ), (g.r(g.B, g.H, g.S, g.D), g.r(g.S, g.D), g.r(g.S, 5))
+
+
+@form(skip="*")
+def products_summed_after_a_write(g):
+    def fn(q, k, v):
+        x = q[:, :, :, None] * k[:, :, None]
+        x.mul_(2)
+        return x.sum(-1).softmax(-1) @ v
+
+    return fn, g.qkv()
+
+
+@form(skip="mutation")
+def products_summed_around_a_write(g):
+    def fn(q, k, v):
+        q = q * 0.5
+        product = q[:, :, :, None] * k[:, :, None]
+        q.mul_(2)
+        return product.sum(-1).softmax(-1) @ v + q.sum()
+
+    q, k, v = g.qkv()
+    return fn, (q.detach(), k.detach(), v)  # no gradient needs what is written
+
+
+@form(skip="no_values")
+def products_summed_elsewhere(g):
+    return (lambda q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1).softmax(-1) + v.sum()), g.qkv()
+
+
 @form()
 def gqa_grouped_einsum(g):
     def fn(q, k, v):
