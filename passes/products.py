@@ -36,6 +36,7 @@ def open_products(gm: GraphModule) -> list[Opened]:
         found = open_call(gm, call, function)
         gm.graph.erase_node(call)
         if found is not None:
+            found.results.meta = dict(node.meta)  # what is written to it in place is written to the same memory
             node.replace_all_uses_with(found.results)
             opened.append(Opened(node, found.nodes, found.results))
     return opened

@@ -373,6 +373,8 @@ def respelled(gm: GraphModule, names: list[str], chance: float = 1.0, seed: int 
                 found = RULES[name](other, node)
             if found is None:
                 continue
+            if name != "in_place":  # whoever writes to the result later writes to this memory
+                found.meta["example_value"] = node.meta["example_value"]
             node.replace_all_uses_with(found)
             other.graph.erase_node(node)
             count += 1

@@ -348,3 +348,28 @@ def test_compiling_is_invisible_to_hooks_on_saved_tensors():
     expected = torch.autograd.grad(attention(*inputs).sum(), inputs)
     for x, g in zip(inputs, expected, strict=True):
         torch.testing.assert_close(x.grad, g)
+
+
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+shell.run_cell("import torch, torchflash", store_history=True)
+shell.run_cell('''def attend(q, k, v):
+    q = 2 * q
+    print("a graph break")
+    return (q @ k.mT).softmax(-1) @ v
+
+q = torch.randn(1, 1, 8, 4)
+report = torchflash.explain(attend)(q, q, q)
+''', store_history=True).raise_error()
+report = shell.user_ns["report"]
+assert [record.source for record in report] == ["In[2]:4"], report
+(why,) = report.graph_breaks
+assert why.endswith("(In[2]:3)"), why
+"""
+
+
+def test_cells_of_a_notebook_are_named():
+    pytest.importorskip("IPython")
+    run(NOTEBOOK)

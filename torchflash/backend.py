@@ -17,7 +17,7 @@ from torch._logging import trace_structured
 from torchflash import kernels, passes  # noqa: F401  kernels registers the op
 from torchflash.inductor import compile_by_inductor
 from torchflash.options import Options, parse
-from torchflash.report import Report, SkippedError
+from torchflash.report import Report, SkippedError, place
 from torchflash.verification import Collector, Verification
 
 # one logger for the package: TORCH_LOGS="torchflash" shows the reports, "+torchflash" the graphs as well
@@ -121,7 +121,8 @@ def _graph_breaks(gm: torch.fx.GraphModule) -> tuple[str, ...]:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ()
-    frame = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
+    at = reason.user_stack[-1] if reason.user_stack else None
+    frame = f" ({place(at.filename, at.lineno)})" if at is not None else ""
     return (str(reason.reason).splitlines()[0] + frame,)
 
 

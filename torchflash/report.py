@@ -49,7 +49,7 @@ class Record:
     """Where a softmax is. `Rewritten` and `Skipped` say what became of it.
 
     module: path of the innermost module, as in `named_modules()`; its class for the root or where there is no path.
-    source: "file:line" of the user's code, the file relative to its entry of sys.path.
+    source: "file:line" of the user's code, the file relative to its entry of sys.path; "In[3]:line" in a notebook.
     node: name of the softmax's node in the FX graph. graph, index: which graph of the report, which softmax of it.
     """
 
@@ -311,10 +311,23 @@ def _source(node: torch.fx.Node) -> str:
     frames = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
     if not frames:
         return ""
-    file, line = frames[-1]
+    return place(*frames[-1])
+
+
+def place(file: str, line: int | str) -> str:
+    """A line of the user's code as it is printed: "model.py:12", the file relative to its entry of sys.path, or
+    "In[3]:12" for a cell of a notebook."""
     roots = [os.path.abspath(root) + os.sep for root in sys.path]
     root = max((root for root in roots if file.startswith(root)), key=len, default="")
-    return f"{file[len(root) :]}:{line}"
+    return f"{_cell(file) or file[len(root) :]}:{line}"
+
+
+def _cell(file: str) -> str:
+    """The notebook cell that a file stands for, such as "In[3]"; "" for others."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    names = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = names(file) if names is not None else None
+    return str(found[1]) if found else ""
 
 
 def _shape(shape: tuple[Dim, ...]) -> str:
