@@ -24,6 +24,8 @@ from torchflash.score import Expr, build
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+REDUCTIONS = ("sum", "amax", "amin", "mean", "logsumexp", "std", "var", "prod")
+
 
 # after
 
@@ -81,7 +83,7 @@ def _log_softmax(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indic
     return build("-", r.read(args[0], index, node), Expr("reduce", (), Reduce("logsumexp", args[0], (d,), at, node)))
 
 
-@reads("sum", "amax", "amin", "mean", "logsumexp", "std", "var", "prod")
+@reads(*REDUCTIONS)
 def reduction(r: Reader, node: Node, args: Args, kwargs: Kwargs, index: Indices) -> Expr:
     source = tensor(args[0])
     assert source is not None

@@ -26,6 +26,7 @@ from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.keep import keep
+from torchflash.passes.leaves import REDUCTIONS
 from torchflash.passes.lookups import SPLITS
 from torchflash.passes.paged import paged
 from torchflash.passes.products import open_products
@@ -482,12 +483,12 @@ def _cut_off(node: Node, code: str) -> str:
 
 
 def _ends(node: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """Where one comes to from `node` by operations that the reader knows and that contract nothing."""
+    """Where one comes to from `node` by operations that the reader knows and that sum nothing."""
     stack, seen = [node], {node}
     while stack:
         for n in following(stack.pop()):
             if n not in seen:
                 seen.add(n)
-                if operation(n) in HANDLERS and operation(n) not in CONTRACTIONS:
+                if operation(n) in HANDLERS and operation(n) not in (*CONTRACTIONS, *REDUCTIONS):
                     stack.append(n)
     return seen
