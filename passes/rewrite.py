@@ -24,6 +24,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, MAX_FACTORS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
+from torchflash.passes.gradients import enabled_at_start
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.keep import keep
 from torchflash.passes.leaves import REDUCTIONS
@@ -66,11 +67,12 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     autocasts = any(map(begins_autocast, modules))
     for module in modules:
-        records += _rewrite_one(module, options, unsure=autocasts and module is not gm)
+        gradients = enabled_at_start(module, gm)
+        records += _rewrite_one(module, options, gradients, unsure=autocasts and module is not gm)
     return records
 
 
-def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewritten | Skipped]:
+def _rewrite_one(gm: GraphModule, options: Options, gradients: bool, unsure: bool) -> list[Rewritten | Skipped]:
     open_composites(gm)
     name_dtypes(gm)
     opened, left = open_calls(gm, options.sdpa, unsure)
@@ -79,7 +81,7 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
     records: list[Rewritten | Skipped] = [_skip(n, Failure("sdpa", why)) for n, why in left.items()]
     closed: set[str] = set()
     try:
-        found = _rewrite_opened(gm, options)
+        found = _rewrite_opened(gm, options, gradients)
     finally:
         closed = close_calls(gm, opened)
     for record in found:
@@ -90,7 +92,7 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
     return sorted(records, key=lambda record: order.get(record.node, 0))
 
 
-def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
+def _rewrite_opened(gm: GraphModule, options: Options, gradients: bool) -> list[Rewritten | Skipped]:
     names = {operation(n) for n in gm.graph.nodes}
     if not CONTRACTIONS & names or not (ANCHORS & names or any(map(_is_exponential, gm.graph.nodes))):
         return [
@@ -99,7 +101,7 @@ def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipp
             if operation(n) in ANCHORS
         ]
     try:
-        reader = Reader(gm.graph)
+        reader = Reader(gm.graph, gradients)
         probabilities = _probabilities(reader, gm)
         candidates, failures = _candidates(reader, gm, probabilities)
         return _apply(reader, gm, candidates, failures, options)
