@@ -39,10 +39,11 @@ from torchflash.passes.table import Emission, Projection, Table
 
 @dataclass
 class Emitted:
-    """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables."""
+    """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables, those under
+    no_grad apart."""
 
     results: dict[Node, Node] = field(default_factory=dict)
-    tables: dict[Table | Projection, Node] = field(default_factory=dict)
+    tables: dict[tuple[Table | Projection, bool], Node] = field(default_factory=dict)
     maps: dict[Any, tuple[Node, Node]] = field(default_factory=dict)  # of tiles, and the root before which each stands
 
     def current(self, node: Node) -> Node:
@@ -168,9 +169,10 @@ def _emit(
     captures = []
     for c in programs.captures:
         if isinstance(c, (Table, Projection)):
-            if c not in shared.tables:
-                shared.tables[c] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
-            captures.append(shared.tables[c])
+            known = c, block.root in r.gradients.without
+            if known not in shared.tables:
+                shared.tables[known] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
+            captures.append(shared.tables[known])
         else:
             captures.append(_capture(out, _kept(out, r, c, block), device))
     sizes = [_size(out, s) for s in programs.sizes]
