@@ -270,8 +270,8 @@ def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
 
 
 def _projection(out: Emitter, p: Projection) -> Node:
-    rows, table = tensor(p.rows), tensor(p.table)
-    assert rows is not None and table is not None
+    rows = tensor(p.rows)
+    assert rows is not None
     x = p.rows if p.dim == rows.dim() - 1 else out.method("movedim", p.rows, p.dim, -1)
     table = p.table if p.table_dim == 0 else out.method("t", p.table)
     with out.without_autocast():  # the contraction that this is made from may have been outside of it
