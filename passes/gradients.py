@@ -29,6 +29,14 @@ def _switches(graph: Graph) -> bool:
     return any(operation(n) in _SWITCHES for n in graph.nodes)
 
 
+def in_one_mode(first: Node, last: Node) -> bool:
+    """Whether gradients are not switched on or off between two nodes."""
+    node = first
+    while node is not last and operation(node) not in _SWITCHES:
+        node = node.next
+    return node is last
+
+
 def enabled_at_start(gm: GraphModule, outer: GraphModule) -> bool:
     """Whether `gm`, inside `outer` or itself, may begin with gradients enabled: a graph of Dynamo begins in the mode
     it is compiled in, and those inside of it where they are called; one of torch.export in any."""
@@ -80,4 +88,4 @@ def _any(inputs: dict[Node, int], nodes: Iterable[Node]) -> int:
     return functools.reduce(operator.or_, (inputs.get(x, 0) for x in nodes), 0)
 
 
-__all__ = ["Gradients", "enabled_at_start"]
+__all__ = ["Gradients", "enabled_at_start", "in_one_mode"]

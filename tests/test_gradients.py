@@ -92,6 +92,23 @@ def test_the_contraction_with_the_values_under_no_grad() -> None:
     check(in_pieces)
 
 
+def test_products_summed_under_no_grad() -> None:
+    def scores(q: Any, k: Any, v: Any, bias: Any, table: Any) -> Any:
+        product = q[:, :, :, None] * k[:, :, None]
+        with torch.no_grad():
+            s = product.sum(-1)
+        return s.softmax(-1) @ v
+
+    def result(q: Any, k: Any, v: Any, bias: Any, table: Any) -> Any:
+        product = (q @ k.mT).softmax(-1)[..., None] * v[:, :, None]
+        with torch.no_grad():
+            o = product.sum(-2)
+        return o * q.sum()
+
+    check(scores, 0)
+    check(result)
+
+
 def test_blocks_with_and_without_gradients() -> None:
     """What both read is read with gradients for the one that has them."""
 
