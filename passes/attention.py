@@ -178,7 +178,7 @@ def _in_pieces(
     pieces: list[tuple[Contraction, Operand, Weights]] = []
     for x in addends(r, root):
         at = ix.broadcast(ix.shape_of(tensor(x)), tuple(ix.fold(d) for d in dims))  # type: ignore[arg-type]
-        dot = contracted(r, x, at, probabilities)
+        dot = None if x in r.gradients.cuts else contracted(r, x, at, probabilities)
         second = None if dot is None else contraction(r, dot, "n")
         if second is None or len(second.summed) != 1 or operation(second.node) in ("baddbmm", "addmm"):
             return None
@@ -205,7 +205,7 @@ def addends(r: Reader, x: Node) -> list[Node]:
         args, kwargs = r.arguments(y)
         other = argument(args, kwargs, 1, "other")
         negated = operation(y) == "sub" and isinstance(other, Node) and operation(other) == "neg"
-        if operation(y) != "add" and not negated:
+        if (operation(y) != "add" and not negated) or (y is not x and y in r.gradients.cuts):
             found.append(y)
         elif argument(args, kwargs, 2, "alpha", default=1) != 1:
             return []
@@ -230,9 +230,11 @@ def _second(
             x, index = step(r, x, args, kwargs, index)
         else:
             break
+        if x in r.gradients.cuts:
+            return None, ()
     for inner, other in factors(r, x) if depth else ():
         t, result = tensor(other), tensor(inner)
-        if t is None or result is None:
+        if t is None or result is None or inner in r.gradients.cuts:
             continue
         at = ix.broadcast(ix.shape_of(result), index)
         second, behind = _second(r, inner, at, probabilities, depth - 1)
@@ -263,6 +265,8 @@ def contracted(r: Reader, x: Any, index: Indices, probabilities: frozenset[Node]
         elif (step := VIEWS.get(operation(x))) is not None:
             x, index = step(r, x, args, kwargs, index)
         else:
+            return None
+        if x in r.gradients.cuts:
             return None
     return None
 

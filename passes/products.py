@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from torchflash.passes import index as ix
 from torchflash.passes.composites import Opened, open_call
+from torchflash.passes.gradients import in_one_mode
 from torchflash.passes.graph import argument, operation, several, tensor
 from torchflash.passes.writes import written
 
@@ -52,7 +53,9 @@ def _contraction(node: Node) -> Callable[[Tensor, Tensor], Tensor] | None:
     if not isinstance(product, Node) or operation(product) != "mul" or set(product.users) != {node}:
         return None
     dims = several(node.args[:2], node.kwargs, 1, "dim", "axis")
-    if result is None or written(product) or written(node) or not dims or not all(isinstance(d, int) for d in dims):
+    if result is None or written(product) or written(node) or not in_one_mode(product, node):
+        return None
+    if not dims or not all(isinstance(d, int) for d in dims):
         return None
     factors = [t for x in _factors(product) if (t := tensor(x)) is not None and t.dtype == result.dtype]
     if len(factors) != 2:

@@ -13,7 +13,6 @@ Operations are in `passes.leaves`, `pointwise`, `creation`, `views` and `lookups
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import operator
@@ -23,10 +22,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
 from torchflash import score
 from torchflash.passes import index as ix
+from torchflash.passes.gradients import Gradients
 from torchflash.passes.graph import dtype_of, operation, tensor, value
 from torchflash.passes.index import Index
 from torchflash.passes.mutation import Versions
@@ -87,18 +86,15 @@ def reads(*names: str) -> Callable[[Handler], Handler]:
 
 
 class Reader:
-    """Reads one graph. `origin` remembers at which (node, index) pairs an expression was found: it can be loaded from
-    there.
+    """Reads one graph, which may begin with `gradients` enabled. `origin` remembers at which (node, index) pairs an
+    expression was found: it can be loaded from there.
 
     `held` tells for each loaded name which node it is, and since which position in the graph it holds what was read.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, gradients: bool = True) -> None:
         self.versions = Versions(graph)
-        self.cut = gradient_cuts(graph)
-        self.without_gradients = not torch.is_grad_enabled() and not any(
-            operation(n) in ("_set_grad_enabled", "_enter_inference_mode") for n in graph.nodes
-        )
+        self.gradients = Gradients(self.versions, graph, gradients)
         self.transformed = transformed(graph)
         self.held: dict[str, tuple[Node, int]] = {}
         self.projections: dict[str, Projection] = {}
@@ -106,7 +102,6 @@ class Reader:
         self._memo: dict[tuple[Node, Indices], Expr] = {}
         self._dependent: dict[Expr, bool] = {}
         self._reaches: dict[Expr, float] = {}
-        self._inputs: dict[Node, int] = {}
 
     def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `node`, each tensor in the version it has there; the first one is always positional."""
@@ -146,7 +141,7 @@ class Reader:
         except Exception as error:  # a load is always right
             log.debug("torchflash: %s could not be read: %r", x.name, error)
             return self.load(x, index)
-        if x in self.cut:
+        if x in self.gradients.cuts:
             # no gradient may flow back through it; what is constant along a row cancels all the same
             return Expr("detach", (e,)) if self.depends(e) else self.load(x, index)
         return e
@@ -223,30 +218,12 @@ class Reader:
         return score.substitute(e, loads, build)
 
     def gradient_inputs(self, e: Expr) -> int:
-        """The inputs of the graph that `e` is differentiable with respect to, as bits of a number. Where a graph does
-        not say whether an input needs a gradient (those of torch.export), each floating-point one does."""
-        if not self._inputs:
-            self._inputs = self._gradient_inputs()
+        """The inputs of the graph that `e` is differentiable with respect to, as bits of a number."""
         found = 0
         for x in score.topological(e):
             held = self.held.get(x.value[1:]) if x.op == "load" else None
             node = held[0] if held is not None else x.value.node if x.op in ("dot", "reduce", "softmax") else None
-            found |= self._inputs.get(node, 0) if node is not None else 0
-        return found
-
-    def _gradient_inputs(self) -> dict[Node, int]:
-        found: dict[Node, int] = {}
-        for i, node in enumerate(self.versions.nodes):
-            t = tensor(node)
-            needs = t is not None and t.dtype.is_floating_point
-            needs = needs and (t.requires_grad or "example_value" not in node.meta) and node not in self.cut  # type: ignore[union-attr]
-            if self.without_gradients or operation(node) == "detach" or (t is not None and not needs):
-                found[node] = 0
-            elif not node.op.startswith("call"):
-                found[node] = 1 << i if needs else 0
-            else:
-                inputs = [found.get(x, 0) for x in tree_leaves(self.arguments(node)) if isinstance(x, Node)]
-                found[node] = functools.reduce(operator.or_, inputs, 0)
+            found |= self.gradients.inputs.get(node, 0) if node is not None else 0
         return found
 
     # ---------------------------------------------------------------------------------------------- operands, casts
@@ -370,28 +347,6 @@ def _small(e: Expr) -> bool:
     if e.op == "where":
         return all(map(_small, e.args[1:]))
     return e.op == "const" and 0 <= e.value <= 127
-
-
-def gradient_cuts(graph: Graph) -> frozenset[Node]:
-    """The nodes through which no gradient flows although one of their inputs needs it: detach, and what runs under
-    no_grad."""
-    switches = [n for n in graph.nodes if operation(n) in ("_set_grad_enabled", "_enter_inference_mode")]
-    disabled = bool(switches) and operation(switches[0]) == "_set_grad_enabled" and bool(switches[0].args[0])
-    found = set()
-    for node in graph.nodes:
-        name = operation(node)
-        if name == "_set_grad_enabled":
-            disabled = not node.args[0]
-        elif name in ("_enter_inference_mode", "_exit_inference_mode"):
-            disabled = name.startswith("_enter")
-        t = tensor(node)
-        if t is None or not node.op.startswith("call") or t.requires_grad or not t.dtype.is_floating_point:
-            continue
-        if (disabled or name == "detach") and any(
-            (s := tensor(i)) is not None and s.requires_grad for i in node.all_input_nodes
-        ):
-            found.add(node)
-    return frozenset(found)
 
 
 def positive_dim(dim: Any, rank: int) -> int:

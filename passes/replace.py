@@ -14,13 +14,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp import autocast_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -39,10 +41,12 @@ from torchflash.passes.table import Emission, Projection, Table
 
 @dataclass
 class Emitted:
-    """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables."""
+    """What earlier replacements in the graph have emitted: the nodes in the place of roots, and tables, those under
+    no_grad apart. `autocast`: whether one may be active."""
 
+    autocast: bool = False
     results: dict[Node, Node] = field(default_factory=dict)
-    tables: dict[Table | Projection, Node] = field(default_factory=dict)
+    tables: dict[tuple[Table | Projection, bool], Node] = field(default_factory=dict)
     maps: dict[Any, tuple[Node, Node]] = field(default_factory=dict)  # of tiles, and the root before which each stands
 
     def current(self, node: Node) -> Node:
@@ -89,6 +93,20 @@ class Emitter:
         node.meta[self.key] = fake
         return node
 
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """What is emitted inside is computed in the dtype of its operands."""
+        if not self.emitted.autocast:
+            yield
+            return
+        device = tensor(self.at).device.type  # type: ignore[union-attr]
+        with self.graph.inserting_before(self.at):
+            entered = self.graph.call_function(autocast_mode._enter_autocast, (device, None, False, None))
+        self.nodes.append(entered)
+        yield
+        with self.graph.inserting_before(self.at):
+            self.nodes.append(self.graph.call_function(autocast_mode._exit_autocast, (entered,)))
+
     def undo(self) -> None:
         for node in reversed(self.nodes):
             self.graph.erase_node(node)
@@ -111,7 +129,7 @@ def replace(
     caller redirects its users."""
     root = parts[0][0].root
     out = Emitter(graph, root, emitted)
-    shared = Emitted(tables=dict(emitted.tables), maps=dict(emitted.maps))
+    shared = Emitted(emitted.autocast, tables=dict(emitted.tables), maps=dict(emitted.maps))
     try:
         # Of a mixture the parts may be far larger than their sum, which float32 leaves room for.
         mixed = torch.float32 if len(parts) + len(given) > 1 else None
@@ -168,9 +186,10 @@ def _emit(
     captures = []
     for c in programs.captures:
         if isinstance(c, (Table, Projection)):
-            if c not in shared.tables:
-                shared.tables[c] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
-            captures.append(shared.tables[c])
+            known = c, block.root in r.gradients.without
+            if known not in shared.tables:
+                shared.tables[known] = _table(out, r, c, device) if isinstance(c, Table) else _projection(out, c)
+            captures.append(shared.tables[known])
         else:
             captures.append(_capture(out, _kept(out, r, c, block), device))
     sizes = [_size(out, s) for s in programs.sizes]
@@ -251,10 +270,12 @@ def _table(out: Emitter, r: Reader, table: Table, device: torch.device) -> Node:
 
 
 def _projection(out: Emitter, p: Projection) -> Node:
-    rows, table = tensor(p.rows), tensor(p.table)
-    assert rows is not None and table is not None
+    rows = tensor(p.rows)
+    assert rows is not None
     x = p.rows if p.dim == rows.dim() - 1 else out.method("movedim", p.rows, p.dim, -1)
-    return out.call(torch.matmul, x, p.table if p.table_dim == 0 else out.method("t", p.table))
+    table = p.table if p.table_dim == 0 else out.method("t", p.table)
+    with out.without_autocast():  # the contraction that this is made from may have been outside of it
+        return out.call(torch.matmul, x, table)
 
 
 def _kept(out: Emitter, r: Reader, capture: Node, block: Attention) -> Node:

@@ -24,6 +24,7 @@ from torchflash.passes import index as ix
 from torchflash.passes.attention import CASTS, MAX_FACTORS, Attention, Given, addends, factors, prove
 from torchflash.passes.composites import name_dtypes, open_composites
 from torchflash.passes.contraction import CONTRACTIONS
+from torchflash.passes.gradients import enabled_at_start
 from torchflash.passes.graph import operation, tensor, value
 from torchflash.passes.keep import keep
 from torchflash.passes.leaves import REDUCTIONS
@@ -64,13 +65,17 @@ def rewrite_graph(gm: GraphModule, options: Options | None = None) -> list[Rewri
     options = options or Options()
     records: list[Rewritten | Skipped] = []
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
-    autocasts = any(map(begins_autocast, modules))
+    begins = any(map(begins_autocast, modules))
     for module in modules:
-        records += _rewrite_one(module, options, unsure=autocasts and module is not gm)
+        gradients, autocast = enabled_at_start(module, gm), begins or torch._C._is_any_autocast_enabled()
+        records += _rewrite_one(module, options, gradients, autocast, unsure=begins and module is not gm)
     return records
 
 
-def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewritten | Skipped]:
+def _rewrite_one(
+    gm: GraphModule, options: Options, gradients: bool, autocast: bool, unsure: bool
+) -> list[Rewritten | Skipped]:
+    """`gradients`, `autocast`: whether these may be enabled in `gm`."""
     open_composites(gm)
     name_dtypes(gm)
     opened, left = open_calls(gm, options.sdpa, unsure)
@@ -79,7 +84,7 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
     records: list[Rewritten | Skipped] = [_skip(n, Failure("sdpa", why)) for n, why in left.items()]
     closed: set[str] = set()
     try:
-        found = _rewrite_opened(gm, options)
+        found = _rewrite_opened(gm, options, gradients, autocast)
     finally:
         closed = close_calls(gm, opened)
     for record in found:
@@ -90,7 +95,9 @@ def _rewrite_one(gm: GraphModule, options: Options, unsure: bool) -> list[Rewrit
     return sorted(records, key=lambda record: order.get(record.node, 0))
 
 
-def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipped]:
+def _rewrite_opened(
+    gm: GraphModule, options: Options, gradients: bool, autocast: bool
+) -> list[Rewritten | Skipped]:
     names = {operation(n) for n in gm.graph.nodes}
     if not CONTRACTIONS & names or not (ANCHORS & names or any(map(_is_exponential, gm.graph.nodes))):
         return [
@@ -99,10 +106,10 @@ def _rewrite_opened(gm: GraphModule, options: Options) -> list[Rewritten | Skipp
             if operation(n) in ANCHORS
         ]
     try:
-        reader = Reader(gm.graph)
+        reader = Reader(gm.graph, gradients)
         probabilities = _probabilities(reader, gm)
         candidates, failures = _candidates(reader, gm, probabilities)
-        return _apply(reader, gm, candidates, failures, options)
+        return _apply(reader, gm, candidates, failures, options, autocast)
     except Exception as e:
         log.exception("torchflash: internal error, graph left alone")
         failure = Failure("internal", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
@@ -307,7 +314,12 @@ def _written_since(r: Reader, block: Attention, found: Programs) -> Failure | No
 
 
 def _apply(
-    r: Reader, gm: GraphModule, candidates: list[_Candidate], failures: dict[Node, Failure], options: Options
+    r: Reader,
+    gm: GraphModule,
+    candidates: list[_Candidate],
+    failures: dict[Node, Failure],
+    options: Options,
+    autocast: bool,
 ) -> list[Rewritten | Skipped]:
     while True:
         alive = _alive(r, candidates)
@@ -326,7 +338,7 @@ def _apply(
                 failures[block.softmax] = Failure("weights_used", f"the scores or weights are {what}", user)
     order = r.versions.order
     records: list[tuple[int, Rewritten | Skipped]] = []
-    emitted, tuning = Emitted(), options.tuning().write()
+    emitted, tuning = Emitted(autocast), options.tuning().write()
     rewritten: list[_Candidate] = []
     for c in candidates:
         if options.verify:

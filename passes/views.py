@@ -75,7 +75,7 @@ def peel_steps(r: Reader, operand: Operand) -> list[Operand]:
         a, b = tensor(source), tensor(operand.node)
         if a is None or b is None or a.dtype != b.dtype:
             break
-        if a.requires_grad != b.requires_grad and not r.without_gradients:  # a cut
+        if operand.node in r.gradients.cuts:
             break
         operand = Operand(source, tuple(at), operand.node)
         steps.append(operand)

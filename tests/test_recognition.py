@@ -10,6 +10,7 @@ import pytest
 import torch
 from forms import FORMS, Form, check, make
 from forms.registry import NEG, Gen, compiled, sc, step
+from oracle import within_budget
 from torch.nn import functional as F
 
 from torchflash import SKIP_CODES, Rewritten, Skipped, explain
@@ -477,3 +478,24 @@ def test_steps_have_a_gradient_of_zeros_if_any(name: str) -> None:
     assert out.requires_grad == fn(q, k, v).requires_grad == (name != "compared")
     if out.requires_grad:
         assert not any(x.count_nonzero() for x in torch.autograd.grad(out.sum(), [q, k]))
+
+
+def test_what_is_computed_outside_of_autocast_is_as_exact_inside() -> None:
+    """Of positions looked up for each query and key, the operator takes the product of queries and table instead."""
+
+    def fn(q: Any, k: Any, v: Any, table: Any) -> Any:
+        looked_up = table[(torch.arange(13) - torch.arange(13)[:, None]).clamp(-4, 3) + 4]
+        scores = q @ k.mT + 30 * torch.einsum("bhmd,mnd->bhmn", q, looked_up)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=q.dtype == torch.float32):
+            return (scores.softmax(-1) @ v).to(q.dtype)
+
+    inputs = [*(x.detach().requires_grad_() for x in Gen().qkv()), torch.randn(8, 8, requires_grad=True)]
+    torch._dynamo.reset()
+    options = {"torchflash.inner": "aot_eager", "torchflash.min_seqlen": 0}
+    ours = torch.compile(fn, backend="torchflash", options=options)(*inputs)
+    assert torchflash.report.counts() == {"rewritten": 1}
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    rough = torch.autograd.grad(fn(*inputs).sum(), inputs)
+    exact = torch.autograd.grad(fn(*doubles).sum(), doubles)
+    for name, a, b, c in zip("qkvt", torch.autograd.grad(ours.sum(), inputs), exact, rough, strict=True):
+        within_budget(f"d{name}", a, b, c)
