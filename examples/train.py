@@ -1,6 +1,6 @@
 """A small GPT learns the text of Python's standard library, eager and by torchflash: two loss curves in one plot.
 
-    python examples/train.py                                                                     # one to three minutes on a CPU
+    python examples/train.py                                                                     # minutes on a CPU
     python examples/train.py --layers 12 --width 768 --heads 12 --length 2048 --steps 500 --amp  # on a GPU
 
 Both runs start from the same parameters and see the same batches, so that without dropout the losses differ by rounding
