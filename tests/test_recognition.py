@@ -499,3 +499,21 @@ def test_what_is_computed_outside_of_autocast_is_as_exact_inside() -> None:
     exact = torch.autograd.grad(fn(*doubles).sum(), doubles)
     for name, a, b, c in zip("qkvt", torch.autograd.grad(ours.sum(), inputs), exact, rough, strict=True):
         within_budget(f"d{name}", a, b, c)
+
+
+def test_what_a_graph_break_cuts_off_is_told() -> None:
+    def before(q: torch.Tensor) -> torch.Tensor:
+        p = (q @ q.mT).softmax(-1)
+        torch._dynamo.graph_break()
+        return p @ q
+
+    def after(q: torch.Tensor) -> torch.Tensor:
+        s = q @ q.mT
+        torch._dynamo.graph_break()
+        return s.softmax(-1) @ q
+
+    q = torch.randn(1, 2, 8, 4)
+    (record,) = explain(before)(q).skipped
+    assert record.reason == "this graph ends at a graph break before they are; mend that"
+    (record,) = explain(after)(q).skipped
+    assert record.reason == "it is an input of this graph; mend the graph break before it, if there is one"

@@ -281,6 +281,16 @@ def test_what_cannot_be_compared_is_not_ok(x, monkeypatch):
 def test_nothing_rewritten_is_not_ok():
     report = torchflash.verify(lambda x: x.softmax(-1))(torch.randn(3, 4))
     assert not report.ok and len(report) == 0 and len(report.report.skipped) == 1
+    assert str(report).startswith("torchflash.verify: nothing was rewritten, so there is nothing to compare, 1 softmax")
+
+
+def test_what_cannot_be_called_is_an_error():
+    with pytest.raises(TypeError, match=r"verify\(\) takes a module or a function; got int 3"):
+        torchflash.verify(3)
+    with pytest.raises(TypeError, match=r"explain\(\) takes a module or a function; got int 3"):
+        torchflash.explain(3)
+    with pytest.raises(TypeError, match=r"loss must be a function of the model's output; got int 3"):
+        torchflash.verify(nn.Linear(2, 2), loss=3)
 
 
 def test_budget():
